@@ -1,0 +1,1 @@
+"""Asynchronous, verified, atomic checkpoints on volumes, URLs and local folders (to come)."""

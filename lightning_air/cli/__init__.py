@@ -1,0 +1,1 @@
+"""Training, and everything around it, from the command line (to come)."""

@@ -1,0 +1,1 @@
+"""Resuming at the exact sample (to come)."""

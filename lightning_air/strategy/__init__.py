@@ -1,0 +1,1 @@
+"""How the ranks find each other, share the model and stop together."""

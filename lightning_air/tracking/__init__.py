@@ -1,0 +1,1 @@
+"""MLflow tracking that never blocks and never overflows (to come)."""
