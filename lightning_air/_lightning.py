@@ -1,0 +1,107 @@
+"""The only door to Lightning: every name of it that the package uses comes through here.
+
+Public names, or a comment that says why a private one is needed and what would break without it; the
+contract tests fail when a Lightning release moves one. The package speaks `lightning`, not
+`pytorch_lightning`: the two are disjoint class trees, and a mix of them is refused by name.
+"""
+
+import sys
+from typing import Any
+
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+# Private: re-initialises modules that were built on the meta device, once they are sharded. It is what the
+# stock ModelParallelStrategy runs in its own `setup`, which ours replaces.
+from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_meta_module
+
+# Private: moves optimizer state to the device, which the stock strategies do at the end of `setup`.
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.types import _PATH as PathLike  # noqa: PLC2701 - the type in the overridden signatures
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+
+# Private: there is no public launcher that forks the ranks of a notebook.
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+__all__ = [
+    "Callback",
+    "CheckpointIO",
+    "ClusterEnvironment",
+    "DDPStrategy",
+    "LightningEnvironment",
+    "LightningModule",
+    "MisconfigurationException",
+    "ModelParallelStrategy",
+    "MultiProcessingLauncher",
+    "ParallelStrategy",
+    "PathLike",
+    "ReduceOp",
+    "SIGTERMException",
+    "Strategy",
+    "StrategyRegistry",
+    "Trainer",
+    "TrainerFn",
+    "WeightAveraging",
+    "all_parts",
+    "is_overridden",
+    "materialize_meta_module",
+    "optimizers_to_device",
+    "other_package_hint",
+    "rank_zero_info",
+    "rank_zero_warn",
+    "refuse_other_package",
+    "to_uncompiled",
+]
+
+
+def refuse_other_package(trainer: object, *parts: object) -> None:
+    """Raise when a Trainer or one of the parts it runs comes from `pytorch_lightning`.
+
+    Lightning checks this for the model only; a foreign callback is taken silently and none of the
+    `isinstance` checks that its hooks make can hold.
+
+    Args:
+        trainer: The Trainer that called us.
+        *parts: Callbacks, loggers and plugins that it runs.
+
+    Raises:
+        TypeError: Naming the part and both packages.
+    """
+    for part in (trainer, *parts):
+        module = type(part).__module__
+        if module == "pytorch_lightning" or module.startswith("pytorch_lightning."):
+            raise TypeError(
+                f"{type(part).__qualname__} comes from the package `pytorch_lightning`, but lightning_air's parts are "
+                "built on `lightning`, and the two cannot be mixed. Import everything from `lightning.pytorch`."
+            )
+
+
+def other_package_hint() -> str:
+    """Return a sentence about `pytorch_lightning` when it is imported in this process, else an empty string.
+
+    A `pytorch_lightning` Trainer refuses a foreign strategy before any hook of ours runs, with a message that
+    shows our `repr`: the hint stands there.
+    """
+    if "pytorch_lightning" not in sys.modules:
+        return ""
+    return ": a strategy of the package `lightning`, which a Trainer of `pytorch_lightning` cannot run"
+
+
+def all_parts(trainer: Trainer) -> list[Any]:
+    """Return the callbacks and loggers of a Trainer."""
+    return [*trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined] # set by Trainer's callback connector

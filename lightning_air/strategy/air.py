@@ -1,0 +1,479 @@
+"""`AirStrategy`: the front door of the strategy, and what all shardings have in common.
+
+`AirStrategy(sharding=…)` makes one of two leaves: `ddp.py`, on Lightning's `DDPStrategy`, and `fsdp.py`, on its
+`ModelParallelStrategy` (FSDP2). Both are `AirStrategy`s, and both are the stock class that Lightning's own
+`isinstance` checks ask for. What stands here is the same for both: the launch, the process group, stopping together,
+failing together, and who calls the CheckpointIO.
+"""
+
+import functools
+from collections.abc import Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import Self, override
+
+from lightning_air._lightning import (
+    LightningEnvironment,
+    LightningModule,
+    MultiProcessingLauncher,
+    ParallelStrategy,
+    PathLike,
+    SIGTERMException,
+    StrategyRegistry,
+    Trainer,
+    TrainerFn,
+    all_parts,
+    other_package_hint,
+    refuse_other_package,
+)
+from lightning_air.strategy.checkpoint_io import is_collective
+from lightning_air.strategy.failure import FailureWatch
+from lightning_air.strategy.options import SHARDINGS, Sharding, StrategyOptions, check_options, check_sharding
+from lightning_air.strategy.process_group import Membership, backend_for, barrier, choose_backend, join, reduce
+from lightning_air.strategy.stop import Stop, StopExchange
+from lightning_air.strategy.topology import AIR_KINDS, AirEnvironment, current_launch, resolve_devices, resolve_num_nodes
+
+T = TypeVar("T")
+
+SIGTERM_EXIT_CODE = 128 + 15
+
+
+class AirStrategy(ParallelStrategy):
+    """Train on any number of nodes with DDP, FSDP or HSDP; the launch is read from the environment.
+
+    The process group has a backend for host memory beside the device's (`cpu:gloo,cuda:nccl`), as asynchronous
+    checkpoints need it. An ordinary LightningModule runs under every sharding unchanged: under "fsdp" and "hsdp" its
+    blocks and its root are sharded with FSDP2, unless `configure_model` has sharded something, which then stands.
+
+    `Trainer(devices=…, num_nodes=…)` left alone are taken from the launch (Databricks AIR, torchrun, SLURM); what
+    contradicts it is an error. SIGTERM on any rank stops all ranks at the same step, about a second later, with
+    Lightning's `SIGTERMException`; callbacks find the agreed `stop` here. When one rank raises, the others end within
+    31 seconds with its error in their message.
+
+    Args:
+        sharding: "ddp" (each rank holds the whole model), "fsdp" (all ranks share it), or "hsdp" (the ranks of a node
+            share it, and the nodes are replicas).
+        process_group_backend: "auto", or a `torch.distributed` backend with one for host memory, such as
+            "cpu:gloo,cuda:nccl".
+        timeout: How long a collective may take, in seconds or as a timedelta.
+        join_timeout: How long the ranks wait for each other at the start; then an error names who is missing.
+        wrap: fsdp, hsdp: what becomes a block that is gathered as a whole: module classes by type or name, or the
+            number of parameters from which a module is one. Default: the classes in the model's `_no_split_modules`,
+            else the repeated layers of its outermost ModuleLists.
+        activation_checkpointing: Module classes, by type or name, that recompute their activations in the backward
+            pass instead of keeping them.
+        reshard_after_forward: fsdp, hsdp: free a block's gathered parameters after its forward (True, the default),
+            keep them until its backward (False), or reshard to this many ranks.
+        cpu_offload: fsdp, hsdp: keep parameters, gradients and optimizer state in host memory.
+        find_unused_parameters: ddp: allow parameters that take no part in the loss.
+        static_graph: ddp: the same parameters are used in every iteration.
+        gradient_as_bucket_view: ddp: let gradients be views of the communication buckets.
+        bucket_cap_mb: ddp: the size of a communication bucket, in MiB.
+        broadcast_buffers: ddp: send rank 0's buffers to all ranks before each forward.
+
+    Raises:
+        ValueError: If a value is wrong or an option does not belong to the sharding.
+    """
+
+    _leaves: ClassVar[dict[str, type["AirStrategy"]]] = {}
+
+    def __init_subclass__(cls, *, shardings: tuple[str, ...] = (), **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not shardings:
+            raise TypeError(
+                f"{cls.__name__} subclasses AirStrategy, which is final: it picks its own subclass by `sharding`. "
+                "Subclass Lightning's DDPStrategy or ModelParallelStrategy, or write a Callback."
+            )
+        AirStrategy._leaves.update(dict.fromkeys(shardings, cls))
+
+    def __new__(cls, sharding: Sharding = "ddp", **_: Any) -> Self:
+        """Make the leaf of this sharding; Python then runs its `__init__`, since the leaf is an `AirStrategy`."""
+        check_sharding(sharding)
+        leaf = AirStrategy._leaves[sharding] if cls is AirStrategy else cls
+        return super().__new__(leaf)  # type: ignore[return-value] # a leaf is an AirStrategy
+
+    def __init__(
+        self,
+        sharding: Sharding = "ddp",
+        *,
+        process_group_backend: str = "auto",
+        timeout: timedelta | float = 1800.0,
+        join_timeout: timedelta | float = 300.0,
+        wrap: Sequence[str | type[nn.Module]] | int | None = None,
+        activation_checkpointing: Sequence[str | type[nn.Module]] | None = None,
+        reshard_after_forward: bool | int | None = None,
+        cpu_offload: bool | None = None,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool | None = None,
+    ) -> None:
+        self.options = check_options(
+            sharding=sharding,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            join_timeout=join_timeout,
+            activation_checkpointing=activation_checkpointing,
+            wrap=wrap,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            bucket_cap_mb=bucket_cap_mb,
+            broadcast_buffers=broadcast_buffers,
+        )
+        self._init_stock(self.options)
+        self._agreed_stop: Stop | None = None
+        self._stop_exchange: StopExchange | None = None
+        self._control_group: dist.ProcessGroup | None = None
+        self._failure_watch: FailureWatch | None = None
+        self._validation_exchanges_left = 0
+        self._trainer: Trainer | None = None
+
+    def _init_stock(self, options: StrategyOptions) -> None:
+        """Initialise the stock strategy that a leaf stands on."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"AirStrategy(sharding={self.options.sharding!r}){other_package_hint()}"
+
+    @property
+    def sharding(self) -> Sharding:
+        """How parameters are spread over the ranks."""
+        return self.options.sharding
+
+    @property
+    def process_group_backend(self) -> str:
+        """The backend of the process group, once the devices are known."""
+        return choose_backend(self.options.process_group_backend, self.root_device)
+
+    # ---- who this rank is -------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Settle the topology. Lightning calls this when the Trainer is built, and again before the group is made.
+
+        Raises:
+            ValueError: If the Trainer's devices or num_nodes contradict the launch.
+        """
+        launch = current_launch()
+        if launch.kind in AIR_KINDS and type(self.cluster_environment) is LightningEnvironment:
+            self.cluster_environment = AirEnvironment()
+        devices = self.parallel_devices or []
+        if devices:
+            num_visible = torch.cuda.device_count() if devices[0].type == "cuda" else 1
+            self.parallel_devices = resolve_devices(devices, launch, num_visible=num_visible)
+        self.num_nodes = resolve_num_nodes(self.num_nodes, launch)
+        super().set_world_ranks()  # type: ignore[misc] # both leaves stand on a class that has it
+
+    # Lightning's connector calls this private hook last, and sets the launcher nowhere else.
+    @override
+    def _configure_launcher(self) -> None:
+        interactive = current_launch().kind == "notebook"
+        if self.num_nodes * self.num_processes == 1:
+            self._launcher = None  # one rank runs in this process, in a notebook too
+        elif not interactive:
+            super()._configure_launcher()
+        elif self.sharding == "ddp":
+            self._launcher = MultiProcessingLauncher(self, start_method="fork")
+        else:
+            raise RuntimeError(
+                f"sharding={self.sharding!r} cannot start {self.num_processes} ranks inside a notebook. Run a script, "
+                "or let the platform start the ranks (`@distributed` on Databricks AIR) with the Trainer inside."
+            )
+
+    # ---- the process group ------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        """Make or check the process group. Collective: every rank calls this."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)  # before NCCL opens a context on it
+        membership = self._membership()
+        join(
+            membership,
+            backend=self.process_group_backend,
+            timeout=self.options.timeout,
+            join_timeout=self.options.join_timeout,
+            device=self.root_device,
+        )
+        if membership.world_size > 1:
+            # The exchange of stops must not share a group with anything: its order is its own.
+            self._control_group = dist.new_group(backend="gloo", timeout=self.options.timeout)
+            # Private: a store has no public getter; the failure watch talks through a connection of its own.
+            store = dist.distributed_c10d._get_default_store().clone()  # noqa: SLF001
+            self._failure_watch = FailureWatch(membership, store, abort=self._abort_collectives)
+            self._failure_watch.start()
+        super().setup_environment()  # the stock strategy finds the group made
+
+    def _membership(self) -> Membership:
+        assert self.cluster_environment is not None
+        launch = current_launch()
+        is_alone = self.world_size == 1
+        return Membership(
+            global_rank=self.global_rank,
+            world_size=self.world_size,
+            ranks_per_node=self.num_processes,
+            address="" if is_alone else self.cluster_environment.main_address,
+            port=0 if is_alone else self.cluster_environment.main_port,
+            agent_hosts_store=launch.uses_agent_store,
+            attempt=launch.restart_count,
+        )
+
+    def _abort_collectives(self) -> None:
+        if backend_for(self.root_device) == "nccl":
+            # Experimental in torch, and the only way to end a NCCL collective whose peer is gone.
+            dist.distributed_c10d._abort_process_group()  # noqa: SLF001
+
+    # ---- setting up -------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare the model for the ranks. Collective: every rank calls this."""
+        self._prepare(trainer)
+        super().setup(trainer)
+
+    def _prepare(self, trainer: Trainer) -> None:
+        """Do what stands before every sharding's own setup."""
+        refuse_other_package(trainer, *all_parts(trainer))
+        self._trainer = trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._refuse_frozen_model()
+        self._choose_grad_mode(trainer)
+        self._hear_sigterm(trainer)
+
+    def _refuse_frozen_model(self) -> None:
+        assert self.lightning_module is not None
+        if not any(param.requires_grad for param in self.lightning_module.parameters()):
+            num_params = sum(1 for _ in self.lightning_module.parameters())
+            raise ValueError(
+                f"{type(self.lightning_module).__name__} has nothing to train: none of its {num_params} parameters "
+                "requires a gradient. Unfreeze some, or call trainer.validate, test or predict."
+            )
+
+    def _choose_grad_mode(self, trainer: Trainer) -> None:
+        """Evaluate under `no_grad` where `inference_mode` does not work.
+
+        Gloo's collectives do not (Lightning asks for the name "gloo" and misses "cpu:gloo"), nor do parameters that
+        FSDP gathered under it and keeps for training.
+        """
+        if self.root_device.type == "cpu" or self.sharding != "ddp":
+            loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+            for loop in (*loops, trainer.predict_loop):
+                loop.inference_mode = False
+
+    # ---- stopping together ------------------------------------------------------------------------------------------
+
+    @property
+    def stop(self) -> Stop | None:
+        """The stop that all ranks have agreed on, or None. Set before `on_exception` of callbacks is called."""
+        return self._agreed_stop
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to leave the training loop at the same step, with `SIGTERMException`.
+
+        Any rank may call this, on any thread; the first reason of a rank is kept. Acted on about a second later.
+
+        Args:
+            reason: One line, shown on every rank.
+
+        Raises:
+            RuntimeError: If no fit is running.
+        """
+        if self._stop_exchange is None or self._trainer is None:
+            raise RuntimeError(f"No fit is running that could be stopped ({reason!r}).")
+        self._stop_exchange.request(reason)
+        if self._control_group is None:  # one rank: nobody to agree with, and Lightning looks after this batch
+            self._agreed_stop = Stop(self.global_rank, reason)
+            # Private: the public Trainer.received_sigterm can only be read.
+            self._trainer._signal_connector.received_sigterm = True  # noqa: SLF001
+
+    def _hear_sigterm(self, trainer: Trainer) -> None:
+        """Replace Lightning's reaction to SIGTERM, which starts a collective inside the handler.
+
+        Two private names, for want of public ones: the handler that the signal connector registers after `setup`, and
+        the broadcast through the device that the training loop makes before each batch.
+        """
+        self._agreed_stop = None
+        self._stop_exchange = None
+        trainer._signal_connector._sigterm_notifier_fn = functools.partial(self._on_sigterm, trainer)  # type: ignore[method-assign] # noqa: SLF001
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._stop_exchange = StopExchange(self._control_group, self.global_rank)
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._stop_if_agreed  # type: ignore[method-assign] # noqa: SLF001
+
+    def _on_sigterm(self, trainer: Trainer, signum: int, _: FrameType | None) -> None:
+        """The signal handler, on the main thread. It only sets flags: no collective, no lock."""
+        connector = trainer._signal_connector  # noqa: SLF001
+        if self.launcher is not None and self._agreed_stop is None and not connector.received_sigterm:
+            self.launcher.kill(signum)  # the ranks that this process started hear it too
+        if self._stop_exchange is not None:
+            self.request_stop("SIGTERM")
+        else:  # evaluation: this rank ends after its batch, and the others with it, by `FailureWatch`
+            connector.received_sigterm = True
+
+    def _stop_if_agreed(self) -> None:
+        """Leave the loop if all ranks have agreed to. Collective: every rank calls this, before the same batch."""
+        assert self._stop_exchange is not None
+        stop = self._stop_exchange.step()
+        if stop is not None:
+            self._leave_loop(stop)
+
+    def _leave_loop(self, stop: Stop) -> NoReturn:
+        assert self._trainer is not None
+        self._agreed_stop = stop
+        self._trainer._signal_connector.received_sigterm = True  # noqa: SLF001
+        raise SIGTERMException(SIGTERM_EXIT_CODE)
+
+    @override
+    def on_validation_start(self) -> None:
+        """Find out in how many batches of this validation the ranks can exchange stops."""
+        super().on_validation_start()
+        self._validation_exchanges_left = 0
+        if self._stop_exchange is None or self._trainer is None or self._trainer.sanity_checking:
+            return
+        num_batches = sum(self._trainer.num_val_batches)
+        common = torch.tensor(int(num_batches) if num_batches != float("inf") else 0)
+        if self._control_group is not None:
+            # The ranks may have different numbers of batches, and must exchange equally often.
+            dist.all_reduce(common, op=dist.ReduceOp.MIN, group=self._control_group)
+        self._validation_exchanges_left = int(common)
+
+    def _stop_if_agreed_in_validation(self) -> None:
+        if self._validation_exchanges_left > 0:
+            self._validation_exchanges_left -= 1
+            self._stop_if_agreed()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._stop_if_agreed_in_validation()
+        return super().validation_step(*args, **kwargs)
+
+    # ---- failing together -------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._failure_watch is not None:
+            self._failure_watch.raise_if_another_failed()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._failure_watch is not None and self._agreed_stop is None:
+            self._failure_watch.on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        """End what `setup` began. Called on every rank, also after an exception."""
+        try:
+            if self._stop_exchange is not None and self._agreed_stop is None:
+                self._stop_exchange.drain()
+        finally:
+            self._stop_exchange = None
+            if self._failure_watch is not None:
+                self._failure_watch.close()
+                self._failure_watch = None
+            self._teardown_stock()
+
+    def _teardown_stock(self) -> None:
+        """Run the stock teardown, and the CheckpointIO's whatever happens in it.
+
+        On a broken GPU moving the model to the host raises, and the uploads under way would be lost with it.
+        """
+        try:
+            super().teardown()
+        except BaseException:
+            self.checkpoint_io.teardown()
+            raise
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None, **kwargs: Any) -> None:
+        """Wait for all ranks. Collective: every rank calls this."""
+        barrier(self.root_device)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return rank `src`'s object on every rank. Collective: every rank calls this."""
+        if not dist.is_initialized():
+            return obj
+        holder = [obj]
+        dist.broadcast_object_list(holder, src)
+        return holder[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Return the tensor reduced over the ranks, in place. Collective: every rank calls this."""
+        return reduce(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
+        """Return whether all (or any) ranks decided so. Collective: every rank calls this; no device is involved."""
+        if not dist.is_initialized():
+            return decision
+        count = torch.tensor(int(decision))
+        dist.all_reduce(count)
+        return int(count) == self.world_size if all else int(count) > 0
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None) -> None:
+        """Save through the CheckpointIO: on every rank if it is collective, else as the stock strategy does."""
+        if is_collective(self.checkpoint_io):
+            self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(filepath), storage_options=storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        """Remove through the CheckpointIO: on every rank if it is collective, else on rank 0."""
+        if is_collective(self.checkpoint_io):
+            self.checkpoint_io.remove_checkpoint(self.broadcast(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+
+def register_names() -> None:
+    """Make "air_ddp", "air_fsdp" and "air_hsdp" names that `Trainer(strategy=…)` knows."""
+    for sharding in SHARDINGS:
+        StrategyRegistry.register(
+            f"air_{sharding}",
+            AirStrategy,
+            description=f"lightning_air.AirStrategy(sharding={sharding!r})",
+            override=True,
+            sharding=sharding,
+        )

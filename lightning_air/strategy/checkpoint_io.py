@@ -1,0 +1,57 @@
+"""What a CheckpointIO must offer to be called on every rank.
+
+Lightning calls a CheckpointIO on rank 0 only under DDP, and never under FSDP. An IO in which every rank writes its own
+share declares `collective = True`; then AirStrategy calls it on every rank, for saving, loading and removing.
+"""
+
+from typing import Any, Literal, Protocol, TypeGuard
+
+from lightning_air._lightning import CheckpointIO, PathLike
+
+
+class CollectiveCheckpointIO(Protocol):
+    """A CheckpointIO whose methods every rank calls, at the same point and with the same path."""
+
+    collective: Literal[True]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
+        """Save. Collective: every rank calls this.
+
+        Args:
+            checkpoint: Under fsdp and hsdp, `state_dict` and each of `optimizer_states` hold sharded DTensors, keyed
+                by fully qualified parameter name; under ddp every rank holds the same values.
+            path: The same on every rank.
+            storage_options: Passed through from `Trainer.save_checkpoint`.
+        """
+
+    def load_checkpoint(
+        self,
+        path: PathLike,
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+        *,
+        state: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Load. Collective: every rank calls this.
+
+        Args:
+            path: The same on every rank.
+            map_location: As for `torch.load`.
+            weights_only: As for `torch.load`.
+            state: Under fsdp and hsdp: `{"state_dict": …, "optimizer_0": …}` with the sharded tensors to fill in
+                place. Then what is returned holds everything else of the checkpoint.
+
+        Returns:
+            The checkpoint, without what was filled in place.
+        """
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove. Collective: every rank calls this."""
+
+    def teardown(self) -> None:
+        """End the IO's work. Called on every rank, also after an exception. Idempotent."""
+
+
+def is_collective(io: CheckpointIO | CollectiveCheckpointIO) -> TypeGuard[CollectiveCheckpointIO]:
+    """Return whether the IO asks to be called on every rank."""
+    return getattr(io, "collective", False) is True

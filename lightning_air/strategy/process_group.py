@@ -1,0 +1,266 @@
+"""Bring the ranks together, and the collectives whose meaning depends on the backend's name.
+
+`torch.distributed.get_backend()` answers "cpu:gloo,cuda:nccl" for a group that has a backend per device. Lightning
+compares it with "nccl" and "gloo", so that for such a group `barrier` names no device, a mean of integers raises,
+and nobody destroys the group at exit. Here each question is asked per device.
+
+The ranks meet at a store before the group exists, so that a missing rank is named after a bounded wait and a port
+in use is told apart from a rank that is late.
+"""
+
+import atexit
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_VERDICT_GRACE_SECONDS = 15.0  # how much longer the others wait for rank 0's roll-call than rank 0 for them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """Who this process is in the group, and where the group meets.
+
+    Attributes:
+        global_rank: This rank.
+        world_size: How many ranks there are.
+        ranks_per_node: How many of them share a node; rank r is on node r // ranks_per_node.
+        address: Where rank 0 listens, or the launcher's agent.
+        port: Its port.
+        agent_hosts_store: torchrun's agent listens there already.
+        attempt: Which restart of the group this is, counted by the launcher.
+    """
+
+    global_rank: int
+    world_size: int
+    ranks_per_node: int
+    address: str
+    port: int
+    agent_hosts_store: bool = False
+    attempt: int = 0
+
+    def describe(self, rank: int) -> str:
+        """Return "rank 9 (node 1, local rank 1)"."""
+        node, local_rank = divmod(rank, self.ranks_per_node)
+        return f"rank {rank} (node {node}, local rank {local_rank})"
+
+
+def choose_backend(requested: str, device: torch.device) -> str:
+    """Return the backend string for `init_process_group`.
+
+    "auto" is gloo for host memory, which asynchronous checkpoints and everything that must not touch the device
+    need, and NCCL beside it where the device is CUDA. Asking for NCCL on a build without it raises in torch.
+
+    Raises:
+        ValueError: If the request names no backend for host memory or for the device, or one that torch lacks.
+    """
+    if requested == "auto":
+        return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "cpu:gloo"
+    if ":" not in requested and requested != "gloo":
+        raise ValueError(
+            f"process_group_backend={requested!r} serves one device only; asynchronous checkpoints need a backend for "
+            f"host memory too. Use 'auto', or 'cpu:gloo,{device.type if device.type != 'cpu' else 'cuda'}:{requested}'."
+        )
+    devices = parse_backends(requested)
+    for needed in ("cpu", device.type):
+        if requested != "gloo" and needed not in devices:
+            raise ValueError(
+                f"process_group_backend={requested!r} has no backend for {needed!r} tensors. "
+                f"Add one, for example '{requested},{needed}:gloo', or use 'auto'."
+            )
+    if "nccl" in devices.values() and not dist.is_nccl_available():
+        raise ValueError(
+            f"process_group_backend={requested!r} asks for NCCL, which this build of torch does not have. Use 'auto'."
+        )
+    return requested
+
+
+def parse_backends(config: str) -> dict[str, str]:
+    """Return device type → backend from "cpu:gloo,cuda:nccl"; a plain name serves no device by itself."""
+    pairs = (part.split(":", 1) for part in config.split(",") if ":" in part)
+    return {device.strip(): backend.strip() for device, backend in pairs}
+
+
+def join(
+    membership: Membership,
+    *,
+    backend: str,
+    timeout: timedelta,
+    join_timeout: timedelta,
+    device: torch.device,
+) -> bool:
+    """Make this process part of the default process group, or check the one that exists.
+
+    Collective: every rank calls this.
+
+    Returns:
+        Whether the group was made here; then it is destroyed when the process exits.
+
+    Raises:
+        RuntimeError: If a group without a backend for host memory exists already, ranks are missing after
+            `join_timeout` (they are named), or the port is taken.
+    """
+    if dist.is_initialized():
+        check_existing_group(membership, device)
+        return False
+    store = _meet(membership, timeout=timeout, join_timeout=join_timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=membership.global_rank,
+        world_size=membership.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    atexit.register(_destroy)
+    return True
+
+
+def check_existing_group(membership: Membership, device: torch.device) -> None:
+    """Raise `RuntimeError` when the process group that somebody else made cannot serve us."""
+    config = dist.distributed_c10d.get_backend_config()
+    backends = parse_backends(config)
+    lacking = [needed for needed in ("cpu", device.type) if needed not in backends]
+    if lacking:
+        raise RuntimeError(
+            f"A process group with the backend {config!r} exists already and has none for {lacking[0]!r} tensors. "
+            "Let AirStrategy make the group, or make it with "
+            f"init_process_group('{choose_backend('auto', device)}')."
+        )
+    if (dist.get_rank(), dist.get_world_size()) != (membership.global_rank, membership.world_size):
+        raise RuntimeError(
+            f"A process group exists already in which this process is rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}, but the launch makes it rank {membership.global_rank} of "
+            f"{membership.world_size}. Destroy that group first, or set devices and num_nodes to match it."
+        )
+
+
+def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """Return the name of the backend that carries tensors of this device type, such as "gloo"."""
+    return parse_backends(dist.distributed_c10d.get_backend_config(group)).get(device.type, "")
+
+
+def barrier(device: torch.device) -> None:
+    """Wait for all ranks. Collective: every rank calls this."""
+    if dist.is_initialized():
+        # NCCL needs to be told the device or guesses it from the rank, which opens a context on the wrong GPU.
+        on_nccl = device.type == "cuda" and backend_for(device) == "nccl"
+        dist.barrier(device_ids=[device.index] if on_nccl else None)
+
+
+def reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: str | dist.ReduceOp.RedOpType | None) -> Tensor:
+    """Reduce a tensor over the ranks, in place, and return it. Collective: every rank calls this.
+
+    Only NCCL can average, and only floating point; elsewhere the sum is divided, and a mean of integers is rounded
+    towards zero, as Lightning does it under plain gloo.
+    """
+    if not dist.is_initialized():
+        return tensor
+    name = op.lower() if isinstance(op, str) else op
+    if name in ("mean", "avg", dist.ReduceOp.AVG):
+        if tensor.is_floating_point() and backend_for(tensor.device, group) == "nccl":
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
+            return tensor
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+        return tensor.copy_(tensor / dist.get_world_size(group))
+    native = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) else name or dist.ReduceOp.SUM
+    dist.all_reduce(tensor, op=native, group=group)
+    return tensor
+
+
+def _meet(membership: Membership, *, timeout: timedelta, join_timeout: timedelta) -> dist.Store:
+    """Return a store that every rank is known to have reached."""
+    if membership.world_size == 1:
+        return dist.HashStore()
+    store = _open_store(membership, join_timeout)
+    roll_call = dist.PrefixStore(f"lightning_air/join/{membership.attempt}", store)
+    roll_call.set(str(membership.global_rank), "present")
+    missing = _roll_call(roll_call, membership, join_timeout)
+    if missing:
+        names = ", ".join(membership.describe(rank) for rank in missing[:16])
+        more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+        raise RuntimeError(
+            f"{len(missing)} of {membership.world_size} ranks did not join within {join_timeout.total_seconds():g} s: "
+            f"{names}{more}. See their logs, or raise join_timeout if their start is slow."
+        )
+    store.set_timeout(timeout)
+    return store
+
+
+def _open_store(membership: Membership, join_timeout: timedelta) -> dist.TCPStore:
+    hosts = membership.global_rank == 0 and not membership.agent_hosts_store
+    where = f"{membership.address}:{membership.port}"
+    try:
+        return dist.TCPStore(
+            membership.address,
+            membership.port,
+            membership.world_size,
+            is_master=hosts,
+            timeout=join_timeout,
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        if hosts:
+            raise RuntimeError(
+                f"Rank 0 cannot listen on {where}: {_first_line(error)}. If the port is in use, stop the process that "
+                "holds it or set MASTER_PORT to a free one on every rank."
+            ) from error
+        host = "The launcher's agent" if membership.agent_hosts_store else membership.describe(0)
+        raise RuntimeError(
+            f"{host} did not answer at {where} within {join_timeout.total_seconds():g} s: {_first_line(error)}. "
+            "See its log; check that MASTER_ADDR and MASTER_PORT are the same on every rank and reachable."
+        ) from error
+
+
+def _roll_call(store: dist.Store, membership: Membership, join_timeout: timedelta) -> list[int]:
+    """Return the missing ranks; rank 0 counts and tells the others, so that all say the same."""
+    ranks = range(membership.world_size)
+    if membership.global_rank == 0:
+        missing: list[int] = []
+        try:
+            store.wait([str(rank) for rank in ranks], join_timeout)
+        except dist.DistError:
+            missing = [rank for rank in ranks if not store.check([str(rank)])]
+        store.set("missing", ",".join(map(str, missing)))
+        if missing:  # this process holds the store: it stays until those who came have read the answer
+            told = [f"told/{rank}" for rank in ranks if rank not in missing and rank != 0]
+            wait_until(lambda: not told or store.check(told), seconds=5.0)
+        return missing
+    try:
+        store.wait(["missing"], join_timeout + timedelta(seconds=_VERDICT_GRACE_SECONDS))
+        text = store.get("missing").decode()
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"{membership.describe(0)} opened {membership.address}:{membership.port} but then was silent: "
+            f"{_first_line(error)}. See its log."
+        ) from error
+    store.set(f"told/{membership.global_rank}", "1")
+    return [int(rank) for rank in text.split(",") if rank]
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float, poll_seconds: float = 0.05) -> bool:
+    """Return whether `condition` came true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(poll_seconds)
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _destroy() -> None:
+    # NCCL warns about a group that was never destroyed, and Lightning registers this for the plain name "nccl" only.
+    if dist.is_initialized():
+        dist.destroy_process_group()

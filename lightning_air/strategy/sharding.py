@@ -1,0 +1,80 @@
+"""Spread a module over the ranks with FSDP2, starting from the same weights on each.
+
+Collective: every rank calls `shard_module` with the same module tree.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def shard_module(
+    modules: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    num_blocks: int,
+    reshard_after_forward: bool | int = True,
+    cpu_offload: bool = False,
+) -> None:
+    """Shard each of `modules` in place, inner ones first.
+
+    FSDP2 shards whatever values a rank holds; DDP starts every rank from rank 0's. So does this, block by block, so
+    that no rank ever holds more than its shards and one whole block on the device.
+
+    Args:
+        modules: The blocks, then the roots.
+        mesh: One-dimensional to shard over all ranks; two-dimensional (replicate, shard) for HSDP.
+        device: The device of this rank.
+        num_blocks: How many of `modules` are blocks; the rest are roots, which stay gathered between their forward
+            and backward (FSDP2's default for a root: it is needed again at once).
+        reshard_after_forward: For the blocks; see `torch.distributed.fsdp.fully_shard`.
+        cpu_offload: Keep the shards in host memory (pinned where there is CUDA).
+    """
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+    placed: set[int] = set()  # buffers stay whole, and lie in the block and in every root around it
+    for index, module in enumerate(modules):
+        for tensor in _whole_tensors(module):
+            if id(tensor) not in placed:
+                placed.add(id(tensor))
+                _place_from_rank_zero(tensor, device)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward if index < num_blocks else None,
+            offload_policy=offload,
+        )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether any part of `module` is sharded already, by us or by the user's `configure_model`."""
+    return any(isinstance(part, FSDPModule) for part in module.modules()) or any(
+        isinstance(param, DTensor) for param in module.parameters()
+    )
+
+
+def set_gradient_sync(module: nn.Module, *, enabled: bool) -> None:
+    """Switch the reduction of gradients on or off in every sharded part of `module`."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def _whole_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield every parameter and buffer that is neither sharded nor on the meta device."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor) and not tensor.is_meta:
+            yield tensor
+
+
+def _place_from_rank_zero(tensor: Tensor, device: torch.device) -> None:
+    # A parameter keeps its identity (it may be tied, or known to a callback): its data is replaced, as in Module.to.
+    tensor.data = tensor.data.to(device).contiguous()
+    if dist.get_world_size() > 1 and tensor.numel():
+        # As bytes: gloo has no broadcast for some dtypes (int16, float8, complex).
+        dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)
