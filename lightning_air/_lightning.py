@@ -6,7 +6,7 @@ contract tests fail when a Lightning release moves one. The package speaks `ligh
 """
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -38,11 +38,15 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
+
 __all__ = [
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
     "DDPStrategy",
+    "LightningCLI",
     "LightningEnvironment",
     "LightningModule",
     "MisconfigurationException",
@@ -67,6 +71,16 @@ __all__ = [
     "refuse_other_package",
     "to_uncompiled",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
+
+    def __getattr__(name: str) -> Any:
+        """Import LightningCLI when it is asked for: its module imports the extra `cli` and changes its settings."""
+        if name != "LightningCLI":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from lightning.pytorch.cli import LightningCLI  # noqa: PLC0415
+
+        return LightningCLI
 
 
 def refuse_other_package(trainer: object, *parts: object) -> None:

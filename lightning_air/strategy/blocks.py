@@ -21,8 +21,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def choose_blocks(root: nn.Module, wrap: Wrap = None) -> list[nn.Module]:
     """Return the modules below `root` to shard as one block each, inner ones before outer ones.
 
-    A module that shares a parameter with the rest of the model (tied embeddings) is left to its parent: a
-    parameter can be gathered by one block only.
+    A module that shares a parameter, or a submodule that has one, with the rest of the model (tied embeddings) is left
+    to its parent: a parameter can be gathered by one block only.
 
     Args:
         root: The module that is sharded last, with all that no block took.
@@ -31,17 +31,24 @@ def choose_blocks(root: nn.Module, wrap: Wrap = None) -> list[nn.Module]:
             repeated layers of every outermost `ModuleList` or `Sequential`.
 
     Raises:
-        ValueError: If a class named in `wrap` occurs nowhere below `root`, or nothing has that many parameters.
+        ValueError: If a class named in `wrap` occurs nowhere below `root` or as containers only, or nothing has that
+            many parameters.
     """
+    sharing = _modules_sharing_parameters(root)
     if isinstance(wrap, int):
-        blocks = _blocks_by_size(root, wrap)
+        blocks = _blocks_by_size(root, wrap, sharing)
     elif wrap is not None:
-        blocks = [module for name in wrap for module in find_modules(root, [name], option="wrap")]
+        blocks = find_modules(root, wrap, option="wrap")
     else:
         blocks = _default_blocks(root)
     chosen = {id(block) for block in blocks if block is not root and _can_be_block(block)}
-    shared = _modules_sharing_parameters(root, chosen)
-    return [module for module in _inner_first(root) if id(module) in chosen and id(module) not in shared]
+    if not chosen and wrap is not None and not isinstance(wrap, int):
+        found = ", ".join(sorted({type(original(block)).__name__ for block in blocks}))
+        raise ValueError(
+            f"wrap names {found}, but nothing that can be a block: only the root, plain containers or modules without "
+            "parameters. Name the classes of the model's layers."
+        )
+    return [module for module in _inner_first(root) if id(module) in chosen - sharing]
 
 
 def outermost_modules(module: nn.Module) -> list[nn.Module]:
@@ -87,12 +94,14 @@ def checkpoint_activations(root: nn.Module, names: Sequence[str | type[nn.Module
     """
     for module in find_modules(root, names, option="activation_checkpointing"):
         inner = original(module)
-        forward = inner.__dict__.get("forward")
-        if not (isinstance(forward, functools.partial) and forward.func is checkpoint):
+        if not getattr(inner, "_air_checkpointed", False):  # a mark: the forward may have been compiled since
             inner.forward = functools.partial(checkpoint, inner.forward, use_reentrant=False)
+            inner._air_checkpointed = True  # type: ignore[assignment] # noqa: SLF001 - our own mark
 
 
-def compile_forwards(modules: Sequence[nn.Module], compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def compile_forwards(
+    modules: Sequence[nn.Module], compiler: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
     """Replace the forward of each module by its compiled form, once."""
     for module in modules:
         if not getattr(module, "_air_compiled", False):
@@ -131,29 +140,31 @@ def _default_blocks(root: nn.Module) -> list[nn.Module]:
 
 def _repeated_layers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        layers = list(child.children())
-        classes = {type(original(layer)) for layer in layers}
-        is_stack = isinstance(child, nn.ModuleList) or (
-            # A Sequential of plain layers (Linear, ReLU, …) is one block's inside; one of equal composites is a stack.
-            isinstance(child, nn.Sequential) and all(any(True for _ in layer.children()) for layer in layers)
-        )
-        if is_stack and len(layers) > 1 and len(classes) < len(layers):
-            yield from layers
+        layers = list(child.children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
+        if isinstance(child, nn.Sequential):
+            # Plain layers (Linear, ReLU, …) in it are one block's inside, or a stack's first and last; composites are
+            # its layers.
+            layers = [layer for layer in layers if any(True for _ in layer.children())]
+        if len({type(original(layer)) for layer in layers}) < len(layers):
+            for layer in layers:
+                yield from outermost_modules(layer) if isinstance(layer, CONTAINERS) else (layer,)
         else:
             yield from _repeated_layers(child)
 
 
-def _blocks_by_size(root: nn.Module, min_num_params: int) -> list[nn.Module]:
+def _blocks_by_size(root: nn.Module, min_num_params: int, sharing: set[int]) -> list[nn.Module]:
     blocks: list[nn.Module] = []
 
-    def collect(module: nn.Module) -> int:
-        """Return the number of parameters below `module` that no block has taken."""
-        num_params = sum(param.numel() for param in module.parameters(recurse=False))
-        num_params += sum(collect(child) for child in module.children())
-        if num_params >= min_num_params and _can_be_block(module):
+    def collect(module: nn.Module) -> dict[int, int]:
+        """Return the sizes of the parameters below `module` that no block has taken."""
+        inner = original(module)
+        sizes = {id(param): param.numel() for param in inner.parameters(recurse=False)}
+        for child in inner.children():
+            sizes |= collect(child)
+        if sum(sizes.values()) >= min_num_params and _can_be_block(module) and id(module) not in sharing:
             blocks.append(module)
-            return 0
-        return num_params
+            return {}
+        return sizes
 
     if collect(root) and not blocks:
         total = sum(param.numel() for param in root.parameters())
@@ -168,21 +179,20 @@ def _can_be_block(module: nn.Module) -> bool:
     return not isinstance(module, CONTAINERS) and any(True for _ in module.parameters())
 
 
-def _modules_sharing_parameters(root: nn.Module, chosen: set[int]) -> set[int]:
-    """Return the ids of the chosen modules that share a parameter with a module outside of them."""
-    owners: dict[int, list[nn.Module]] = {}
-    for module in root.modules():
+def _modules_sharing_parameters(root: nn.Module) -> set[int]:
+    """Return the ids of the modules that hold some, but not all, of the places where a parameter is used."""
+    places: dict[int, list[frozenset[int]]] = {}  # parameter → for each place, the modules around it
+
+    def visit(module: nn.Module, around: frozenset[int]) -> None:
+        around |= {id(module)}
         for param in module.parameters(recurse=False):
-            owners.setdefault(id(param), []).append(module)
-    tied = [holders for holders in owners.values() if len(holders) > 1]
-    sharing: set[int] = set()
-    for module in root.modules():
-        if id(module) in chosen and tied:
-            inside = {id(part) for part in module.modules()}
-            counts = [sum(id(holder) in inside for holder in holders) for holders in tied]
-            if any(0 < count < len(holders) for count, holders in zip(counts, tied, strict=True)):
-                sharing.add(id(module))
-    return sharing
+            places.setdefault(id(param), []).append(around)
+        for child in module.children():
+            visit(child, around)
+
+    visit(root, frozenset())
+    tied = [around for around in places.values() if len(around) > 1]
+    return {module for around in tied for module in frozenset.union(*around) - frozenset.intersection(*around)}
 
 
 def _inner_first(module: nn.Module) -> list[nn.Module]:

@@ -192,8 +192,9 @@ def _looks_like_lost_peer(exception: BaseException) -> bool:
 
 def _explain(exception: BaseException, failure: Failure) -> None:
     """Put the first rank's error into the message of the exception that it caused here."""
-    if str(failure) in str(exception):
-        return
+    text = str(exception)
+    if str(failure) in text or (text and failure.error.endswith(text)):
+        return  # said already, or every rank raised the same
     if isinstance(exception, RuntimeError) and len(exception.args) == 1 and isinstance(exception.args[0], str):
         exception.args = (f"{failure}\nOn this rank it showed as: {exception.args[0]}",)
     else:

@@ -57,6 +57,7 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
 
     _compiler: Compiler | None = None
     _has_sharded = False
+    _is_inside_step = False
 
     @override
     def _init_stock(self, options: StrategyOptions) -> None:
@@ -125,13 +126,16 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
             if compiler is not None:
                 compile_forwards(blocks or outermost_modules(module), compiler)
             shard_module(
-                [*blocks, *roots],
-                num_blocks=len(blocks),
+                blocks,
+                roots,
                 mesh=self._sharding_mesh,
                 device=self.root_device,
                 reshard_after_forward=self.options.reshard_after_forward,
                 cpu_offload=self.options.cpu_offload,
+                keep_roots=module.automatic_optimization,
             )
+            if module.automatic_optimization:
+                module.register_forward_hook(self._after_root_forward)
         elif self.options.wrap is not None and not self._has_sharded:
             raise ValueError(
                 f"wrap={self.options.wrap!r} has no effect: configure_model of {type(module).__name__} has sharded the "
@@ -188,9 +192,27 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
     def _through_root(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Call a step through the module's `__call__`, where FSDP2 gathers the root's parameters."""
         module = self._module
-        if isinstance(module, FSDPModule):
-            return self._forward_redirection(module, module, step, *args, **kwargs)
-        return getattr(module, step)(*args, **kwargs)
+        if not isinstance(module, FSDPModule):
+            return getattr(module, step)(*args, **kwargs)
+        self._is_inside_step = True
+        try:
+            output = self._forward_redirection(module, module, step, *args, **kwargs)
+        finally:
+            self._is_inside_step = False
+        if not torch.is_grad_enabled():
+            module.reshard()
+        return output
+
+    def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Release the root after a forward that no backward follows, outside of any step.
+
+        FSDP2 keeps a root gathered until its backward. Without one it would compute the next forward with the gathered
+        values, whatever has become of the shards since: an optimizer step, averaged weights swapped in, a checkpoint.
+        Inside of a step it must stay: what follows `self(x)` there may use the root's parameters too.
+        """
+        if not self._is_inside_step and not torch.is_grad_enabled():
+            assert isinstance(module, FSDPModule)
+            module.reshard()
 
     @contextmanager
     @override

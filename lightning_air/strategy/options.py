@@ -4,7 +4,9 @@ An option that has no meaning for the chosen sharding is refused by name instead
 silently drops `find_unused_parameters` under FSDP fails hours later, in another place.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -23,6 +25,10 @@ DDP_ONLY = (
     "static_graph",
 )
 FSDP_ONLY = ("cpu_offload", "reshard_after_forward", "wrap")
+SWITCHES = ("broadcast_buffers", "cpu_offload", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
+# torch counts nanoseconds in 64 bits: from 292 years on, "for ever" is over at once.
+LONGEST = timedelta(days=365)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +94,9 @@ def check_options(
         raise ValueError(
             f"reshard_after_forward must be True, False or the number of ranks to reshard to, got {reshard!r}."
         )
-    bucket_cap_mb = given.get("bucket_cap_mb")
-    if bucket_cap_mb is not None and bucket_cap_mb <= 0:
+    _check_switches(given)
+    bucket_cap_mb = given.get("bucket_cap_mb", 25.0)
+    if not _is_number(bucket_cap_mb) or not math.isfinite(bucket_cap_mb) or bucket_cap_mb <= 0:
         raise ValueError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb!r}.")
     return StrategyOptions(
         sharding=sharding,
@@ -97,9 +104,9 @@ def check_options(
         timeout=_positive_duration("timeout", timeout),
         join_timeout=_positive_duration("join_timeout", join_timeout),
         wrap=_wrap(given.get("wrap")),
-        activation_checkpointing=_module_names("activation_checkpointing", activation_checkpointing or ()),
+        activation_checkpointing=_module_names("activation_checkpointing", activation_checkpointing),
         reshard_after_forward=reshard,
-        cpu_offload=bool(given.get("cpu_offload", False)),
+        cpu_offload=given.get("cpu_offload", False),
         ddp={name: given[name] for name in DDP_ONLY if name in given},
     )
 
@@ -116,23 +123,34 @@ def _refuse_options_of_another(sharding: Sharding, given: Mapping[str, Any]) -> 
         )
 
 
+def _check_switches(given: Mapping[str, Any]) -> None:
+    # A "no" from an environment variable or a hand-written YAML is true for Python.
+    for name in SWITCHES:
+        if name in given and not isinstance(given[name], bool):
+            raise ValueError(f"{name} must be True or False, got {given[name]!r}.")
+
+
 def _positive_duration(name: str, value: timedelta | float) -> timedelta:
-    if isinstance(value, bool) or not isinstance(value, timedelta | int | float):
-        raise ValueError(f"{name} must be a number of seconds or a timedelta, got {value!r}.")  # noqa: TRY004
+    if not isinstance(value, timedelta) and not _is_number(value):
+        raise ValueError(f"{name} must be a number of seconds or a timedelta, got {value!r}.")
     try:
         duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
     except (OverflowError, ValueError) as error:
         raise ValueError(f"{name} must be a finite number of seconds, got {value!r}.") from error
-    if duration <= timedelta(0):
-        raise ValueError(f"{name} must be longer than zero, got {value!r}.")
+    if not timedelta(0) < duration <= LONGEST:
+        raise ValueError(f"{name} must be longer than zero and at most {LONGEST.days} days, got {value!r}.")
     return duration
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _wrap(value: Any) -> tuple[str | type[nn.Module], ...] | int | None:
     if value is None:
         return None
-    if isinstance(value, bool):
-        raise ValueError(f"wrap must be module classes or a minimum number of parameters, got {value!r}.")  # noqa: TRY004
+    if isinstance(value, bool | float):
+        raise ValueError(f"wrap must be module classes or a whole number of parameters, got {value!r}.")  # noqa: TRY004
     if isinstance(value, int):
         if value < 1:
             raise ValueError(f"wrap as a minimum number of parameters must be at least 1, got {value!r}.")
@@ -144,11 +162,11 @@ def _wrap(value: Any) -> tuple[str | type[nn.Module], ...] | int | None:
 
 
 def _module_names(option: str, value: Any) -> tuple[str | type[nn.Module], ...]:
-    """Return the classes named by an option; a single name stands for a list of one."""
-    items = (value,) if isinstance(value, str | type) else tuple(value) if isinstance(value, Sequence | set) else None
-    if items is None:
-        raise ValueError(f"{option} must be a list of module classes or their names, got {value!r}.")
+    """Return the classes named by an option; a single name stands for a list of one, and None for no class."""
+    items = () if value is None else (value,) if isinstance(value, str | type) else value
+    if not isinstance(items, Sequence | AbstractSet):
+        raise ValueError(f"{option} must be a list of module classes or their names, got {value!r}.")  # noqa: TRY004
     for item in items:
         if not (isinstance(item, str) and item) and not (isinstance(item, type) and issubclass(item, nn.Module)):
             raise ValueError(f"{option} must hold torch.nn.Module classes or their names, got {item!r}.")
-    return items
+    return tuple(items)

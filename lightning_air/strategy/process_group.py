@@ -56,13 +56,14 @@ def choose_backend(requested: str, device: torch.device) -> str:
     """Return the backend string for `init_process_group`.
 
     "auto" is gloo for host memory, which asynchronous checkpoints and everything that must not touch the device
-    need, and NCCL beside it where the device is CUDA. Asking for NCCL on a build without it raises in torch.
+    need, and NCCL beside it where the device is CUDA. Where there is no CUDA it is plain "gloo", which serves host
+    memory just as "cpu:gloo" does, while torch warns about the latter ("No backend of type 0").
 
     Raises:
         ValueError: If the request names no backend for host memory or for the device, or one that torch lacks.
     """
     if requested == "auto":
-        return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "cpu:gloo"
+        return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if ":" not in requested and requested != "gloo":
         raise ValueError(
             f"process_group_backend={requested!r} serves one device only; asynchronous checkpoints need a backend for "

@@ -14,41 +14,37 @@ from torch.distributed.tensor import DTensor
 
 
 def shard_module(
-    modules: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
+    roots: Sequence[nn.Module],
     *,
     mesh: DeviceMesh,
     device: torch.device,
-    num_blocks: int,
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
+    keep_roots: bool = True,
 ) -> None:
-    """Shard each of `modules` in place, inner ones first.
+    """Shard each block in place, inner ones first, then each root with all that no block took.
 
     FSDP2 shards whatever values a rank holds; DDP starts every rank from rank 0's. So does this, block by block, so
     that no rank ever holds more than its shards and one whole block on the device.
 
     Args:
-        modules: The blocks, then the roots.
+        blocks: What is gathered as a whole, inner ones before outer ones.
+        roots: What is called first in a forward.
         mesh: One-dimensional to shard over all ranks; two-dimensional (replicate, shard) for HSDP.
         device: The device of this rank.
-        num_blocks: How many of `modules` are blocks; the rest are roots, which stay gathered between their forward
-            and backward (FSDP2's default for a root: it is needed again at once).
         reshard_after_forward: For the blocks; see `torch.distributed.fsdp.fully_shard`.
         cpu_offload: Keep the shards in host memory (pinned where there is CUDA).
+        keep_roots: Leave the roots gathered between forward and backward, since they are needed again at once.
     """
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     placed: set[int] = set()  # buffers stay whole, and lie in the block and in every root around it
-    for index, module in enumerate(modules):
+    for module, reshard in (*((block, reshard_after_forward) for block in blocks), *((root, not keep_roots) for root in roots)):
         for tensor in _whole_tensors(module):
             if id(tensor) not in placed:
                 placed.add(id(tensor))
                 _place_from_rank_zero(tensor, device)
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward if index < num_blocks else None,
-            offload_policy=offload,
-        )
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
 
 
 def is_sharded(module: nn.Module) -> bool:

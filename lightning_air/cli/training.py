@@ -1,0 +1,85 @@
+"""`lightning-air fit`, `validate`, `test`, `predict`: Lightning's LightningCLI, with our parts within its reach.
+
+Importing this package has registered `strategy: air_ddp`, `air_fsdp` and `air_hsdp` and made the short class names of
+our parts known (`class_path: AirStrategy`). Models and data are the user's, from any module that can be imported, those
+in the current directory included.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_air._lightning import LightningCLI, LightningModule, MisconfigurationException
+
+_CONFIG_READERS = {"jsonargparse", "lightning", "lightning_air"}
+
+
+class AirCLI(LightningCLI):
+    """LightningCLI, except where it would train nothing, refuse a retry or greet a wrong option with a traceback."""
+
+    @override
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        # The base warns that `args` and a command line are two sources; here the one is the other.
+        self.config = parser.parse_args(args)
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (MisconfigurationException, ValueError) as error:
+            if not _is_about_the_config(error):
+                raise
+            self.parser.error(str(error), error)
+
+    @staticmethod
+    @override
+    def configure_optimizers(lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        """Return what the section `optimizer:` asks for, on the parameters that the model has by now.
+
+        The base has built the optimizer from the parameters before sharding, which "fsdp" replaces: it would go on to
+        update tensors that nobody computes with.
+        """
+        groups = optimizer.param_groups
+        parameters = list(lightning_module.parameters())
+        if len(groups) != 1 or len(groups[0]["params"]) != len(parameters):
+            raise ValueError(
+                f"The section `optimizer:` made {type(optimizer).__name__} with {len(groups)} group(s) of parameters; "
+                f"it is for one group with all {len(parameters)} of them. Write configure_optimizers in "
+                f"{type(lightning_module).__name__} instead."
+            )
+        groups[0]["params"] = parameters
+        return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one of Lightning's four loops."""
+    _make_current_directory_importable()
+    AirCLI(
+        args=list(arguments),
+        parser_kwargs={"prog": "lightning-air"},
+        # A retry finds the file of the attempt before it, and the base would refuse to go on. It is overwritten, so it
+        # must not have the name of a file that users write: without a logger it lands in the current directory.
+        save_config_kwargs={"config_filename": f"resolved_{arguments[0]}_config.yaml", "overwrite": True},
+    )
+    return 0
+
+
+def _make_current_directory_importable() -> None:
+    """Do what `python -m` does, and the script that pip made from our entry point does not."""
+    here = str(Path.cwd())
+    if not sys.flags.safe_path and here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _is_about_the_config(error: BaseException | None) -> bool:
+    """Return whether only the host and we had a part in it: what a user's own code raises keeps its traceback."""
+    while error is not None:
+        modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+        if any(module.partition(".")[0] not in _CONFIG_READERS for module in modules):
+            return False
+        error = error.__cause__ or error.__context__
+    return True
