@@ -10,8 +10,8 @@ and its loss curve.
 """
 
 import argparse
+import logging
 import math
-import os
 import sysconfig
 import warnings
 from datetime import datetime
@@ -22,7 +22,6 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -30,6 +29,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_air import AirStrategy
 from lightning_air.runtime import detect_launch
 
+MAX_STEPS = 600
+VAL_EVERY_STEPS = 100
 NUM_BYTES = 256  # the vocabulary: a token is a byte, so the model needs no tokenizer
 
 
@@ -188,72 +189,112 @@ class StdlibBytes(LightningDataModule):
         return DataLoader(self.val_windows, batch_size=self.hparams["batch_size"])
 
 
-class Samples(Callback):
-    """Let the trained model write. Every rank does, since a sharded model answers only when all ranks ask."""
+class Narrator(Callback):
+    """Tell on rank 0 what happens, and let the trained model write."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
+        self.samples: list[str] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            data = trainer.datamodule
+            num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+            print(f"{num_parameters:,} parameters on {trainer.world_size} processes, {data}")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            losses = trainer.callback_metrics
+            train, val = losses["train/loss"], losses["val/loss"]
+            print(f"step {trainer.global_step:5}: {train:.3f} nats per byte in training, {val:.3f} on held-out files")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # On every rank, though rank 0 alone prints: a sharded model answers only when all ranks ask.
         assert isinstance(pl_module, ByteGPT)
-        self.texts = [pl_module.generate(prompt, num_bytes=200) for prompt in ("import ", "def ", "class ")]
+        self.samples = [pl_module.generate(prompt, num_bytes=200) for prompt in ("import ", "def ", "class ")]
 
 
 def draw_losses(logger: MLFlowLogger, path: Path) -> None:
-    """Draw the losses that MLflow holds of the logger's run."""
-    from matplotlib.figure import Figure
+    """Draw the losses that MLflow has recorded for the logger's run."""
+    from matplotlib.figure import Figure  # only rank 0 draws, so only rank 0 waits for this import
 
+    uniform = math.log(NUM_BYTES)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(math.log(NUM_BYTES), color="grey", linestyle=":", label=f"all bytes equally likely: ln 256 = {math.log(NUM_BYTES):.3f}")
-    for key, style in (("train/loss", {"linewidth": 0.8}), ("val/loss", {"marker": "o"})):
-        history = logger.experiment.get_metric_history(logger.run_id, key)
-        axes.plot([m.step for m in history], [m.value for m in history], label=f"{key}: {history[-1].value:.3f} at the end", **style)
-    axes.set(title="Small GPT on Python's standard library", xlabel="optimizer steps", ylabel="loss in nats per byte")
-    axes.legend()
+    axes.axhline(uniform, color="grey", linestyle="--", label=f"all bytes equally likely: {uniform:.3f}")
+    for key, label, style in (("train/loss", "training", "-"), ("val/loss", "held-out files", "o-")):
+        points = logger.experiment.get_metric_history(logger.run_id, key)
+        steps, losses = [point.step for point in points], [point.value for point in points]
+        axes.plot(steps, losses, style, label=f"{label}: {losses[-1]:.3f} at the end", linewidth=1)
+    axes.set(title="A small GPT on Python's standard library", xlabel="optimizer step", ylabel="loss, nats per byte")
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
+    axes.legend()
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
+    """Train, then show what the model writes and how its loss fell."""
     parser = argparse.ArgumentParser(description="Train a small GPT on the source of Python's standard library.")
-    parser.add_argument("--sharding", choices=["ddp", "fsdp", "hsdp"], default="ddp", help="how AirStrategy spreads the model")
-    parser.add_argument("--max-steps", type=int, default=400, help="optimizer steps")
-    parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="folder for all files")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the newest run")
+    parser.add_argument("--sharding", choices=["ddp", "fsdp", "hsdp"], default="ddp", help="as in AirStrategy")
+    parser.add_argument("--max-steps", type=int, default=MAX_STEPS, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="(default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint under --output")
     options = parser.parse_args()
+    output: Path = options.output.resolve()
+    checkpoints = sorted(output.glob("run-*/checkpoints/last.ckpt"))
+    if options.resume and not checkpoints:
+        parser.error(f"--resume: there is no run-*/checkpoints/last.ckpt in {output}")
 
-    seed_everything(0)
-    run = options.output.resolve() / f"run-{datetime.now():%Y-%m-%d-%H%M%S}"
-    on_gpus = torch.cuda.is_available()
-    launched = detect_launch().kind != "local"
-    samples = Samples()
+    # Lightning's INFO lines advertise; the two warnings are known, and not about this job: Lightning on a newer torch,
+    # and a loader without worker processes, which data in memory does not need.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r".*treespec, LeafSpec.* is deprecated")
+    warnings.filterwarnings("ignore", r".*does not have many workers")
+
+    seed_everything(0, verbose=False)
+    # The ranks may read the clock in different seconds: ModelCheckpoint takes rank 0's folder on all of them.
+    run = output / f"run-{datetime.now():%Y-%m-%d-%H%M%S}"
+    narrator = Narrator()
+    on_gpu = torch.cuda.is_available()
+    is_launched = detect_launch().kind != "local"  # AirStrategy then takes the number of processes from the launcher
     trainer = Trainer(
         strategy=AirStrategy(sharding=options.sharding),
-        accelerator="gpu" if on_gpus else "cpu",
-        devices="auto" if on_gpus or launched else 2,
+        accelerator="gpu" if on_gpu else "cpu",
+        devices="auto" if on_gpu or is_launched else 2,
         max_steps=options.max_steps,
-        val_check_interval=min(options.max_steps, 100),
-        check_val_every_n_epoch=None,
+        gradient_clip_val=1.0,
+        val_check_interval=min(VAL_EVERY_STEPS, options.max_steps),
+        check_val_every_n_epoch=None,  # count steps, not epochs: a run is shorter than one
         num_sanity_val_steps=0,
         log_every_n_steps=1,
-        gradient_clip_val=1.0,
         logger=False,
-        callbacks=[ModelCheckpoint(run / "checkpoints", monitor="val/loss", filename="best", save_last=True), samples],
-        default_root_dir=options.output,
+        enable_model_summary=False,
+        callbacks=[
+            ModelCheckpoint(run / "checkpoints", filename="best", monitor="val/loss", save_last=True),
+            narrator,
+        ],
     )
     if trainer.is_global_zero:
+        # Rank 0 alone logs. Making the logger on every rank would let two processes create MLflow's tables at once,
+        # and one of them would fail.
         trainer.logger = MLFlowLogger(
             "quickstart",
             run_name=run.name,
-            tracking_uri=f"sqlite:///{options.output.resolve()}/mlflow.db",
-            artifact_location=str(options.output.resolve() / "artifacts"),
+            tracking_uri=f"sqlite:///{output}/mlflow.db",
+            artifact_location=str(output / "artifacts"),
         )
-    trainer.fit(ByteGPT(decay_steps=options.max_steps), StdlibBytes())
+    trainer.fit(
+        ByteGPT(decay_steps=options.max_steps), StdlibBytes(), ckpt_path=checkpoints[-1] if options.resume else None
+    )
     if trainer.is_global_zero:
-        for text in samples.texts:
-            print(text)
+        assert isinstance(trainer.logger, MLFlowLogger)
         draw_losses(trainer.logger, run / "loss.png")
+        trainer.logger.experiment.log_artifact(trainer.logger.run_id, str(run / "loss.png"))
+        for sample in narrator.samples:
+            print("-" * 80, sample, sep="\n")
+        print("-" * 80)
+        print(f"The loss curve and the checkpoints are in {run}")
+        print(f"To see all runs: mlflow ui --backend-store-uri sqlite:///{output}/mlflow.db")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 
 from tests.kit.environment import Placement
 from tests.kit.points import reach
+from tests.kit.processes import assert_ends
 from tests.kit.rank_process import RankTask
 from tests.kit.ranks import run_ranks, values
 from tests.kit.running_rank import RunningRank, end_ranks, start_ranks
@@ -147,7 +148,7 @@ def _start_a_child() -> int:
 
 def test_what_a_rank_started_is_killed() -> None:
     [pid] = values(run_ranks(_start_a_child, 1, warnings_as_errors=False))
-    _assert_dead(pid)
+    assert_ends(pid)
 
 
 def test_a_rank_dies_with_the_test_session(tmp_path: Path) -> None:
@@ -174,13 +175,6 @@ def test_a_rank_dies_with_the_test_session(tmp_path: Path) -> None:
         session_end, _ = getattr(ranks[0].process, "_popen").finalizer._args  # noqa: B009
         with Path(os.devnull).open("wb") as devnull:
             os.dup2(devnull.fileno(), session_end, inheritable=False)
-        _assert_dead(ranks[0].process.pid or 0)
+        assert_ends(ranks[0].process.pid or 0)
     finally:
         end_ranks(ranks)
-
-
-def _assert_dead(pid: int) -> None:
-    deadline_seconds = time.monotonic() + 10.0
-    while Path("/proc", str(pid)).exists() and "Z" not in Path("/proc", str(pid), "stat").read_text().split()[2]:
-        assert time.monotonic() < deadline_seconds, f"process {pid} still runs"
-        time.sleep(0.01)

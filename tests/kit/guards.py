@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.kit.fork_server import server_pids
+from tests.kit.processes import descendants
 
 _Leak = TypeVar("_Leak")
 
@@ -180,41 +181,22 @@ def no_leaked_processes(grace_seconds: float | None = None) -> Iterator[None]:
     Args:
         grace_seconds: How long a process that was told to stop may take; by default `GRACE_SECONDS`.
     """
-    before = _descendants(os.getpid()).keys()
+    before = descendants(os.getpid()).keys()
     yield
 
     def new() -> list[int]:
         multiprocessing.active_children()  # waits for those that have ended
-        return [pid for pid in _descendants(os.getpid()) if pid not in before and pid not in server_pids()]
+        return [pid for pid in descendants(os.getpid()) if pid not in before and pid not in server_pids()]
 
     leaked = _wait_until_empty(new, grace_seconds)
     if leaked:
-        names = _descendants(os.getpid())
+        names = descendants(os.getpid())
         for pid in leaked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         raise LeakError(f"child processes are left: {[f'{pid} ({names.get(pid)})' for pid in leaked]}. Wait for them.")
-
-
-def _descendants(ancestor: int) -> dict[int, str]:
-    """Return the processes below this one, zombies included, with their names; none where /proc is missing."""
-    found: dict[int, str] = {}
-    pending = [ancestor]
-    while pending:
-        for path in Path("/proc", str(pending.pop()), "task").glob("*/children"):
-            children = [int(pid) for pid in _read_if_alive(path).split()]
-            found.update({pid: _read_if_alive(Path("/proc", str(pid), "comm")).strip() for pid in children})
-            pending += children
-    return found
-
-
-def _read_if_alive(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def _wait_until_empty(list_leaks: Callable[[], list[_Leak]], grace_seconds: float | None) -> list[_Leak]:

@@ -618,7 +618,8 @@ def test_a_compiled_forward_is_not_checkpointed_again() -> None:
 
 # Dynamo looks at the gradient of the second block's input, which torch warns about.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_and_checkpointed_gradients_are_the_same() -> None:
+def test_compiled_and_checkpointed_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # torch.fx makes a progress bar, and it a thread for ever
     module, x = pair()
     expected = gradients(module, x)
     checkpoint_activations(module, ["Block"])

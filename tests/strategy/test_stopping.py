@@ -1,0 +1,203 @@
+"""SIGTERM on any rank ends all ranks at the same step; a request does the same; nothing touches the device."""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_air import AirStrategy
+from tests.kit.points import reach
+from tests.kit.ranks import run_ranks, values
+from tests.kit.trainers import fast_trainer_kwargs
+from tests.strategy.training import Regression, loader
+
+STEP_SECONDS = 0.02
+
+
+class Watch(Callback):
+    """Slow steps, named points, and what `on_exception` sees."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        time.sleep(STEP_SECONDS)
+        reach(f"step:{trainer.global_step}")
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        time.sleep(STEP_SECONDS)
+        reach(f"validation:{trainer.global_step}:{args[2]}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.seen = {
+            "exception": type(exception).__name__,
+            "step": trainer.global_step,
+            "validating": trainer.validating,
+            "batch": trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready,
+            "stop": trainer.strategy.stop,
+        }
+        dist.barrier()  # a checkpoint would be saved here by all ranks together
+
+
+def fit_until_stopped(sharding: str, trainer_options: dict[str, Any], request_at: int | None = None) -> dict[str, Any]:
+    watch = Watch()
+    callbacks: list[Callback] = [watch]
+    if request_at is not None:
+        callbacks.append(RequestStop(request_at))
+    trainer = Trainer(
+        **fast_trainer_kwargs(
+            Path.cwd(),
+            strategy=AirStrategy(sharding),
+            use_distributed_sampler=False,
+            callbacks=callbacks,
+            num_sanity_val_steps=0,
+            **{"max_epochs": 1000, **trainer_options},
+        )
+    )
+    batches = loader(trainer.world_size, trainer.global_rank, batch_size=4)
+    try:
+        trainer.fit(Regression(), batches, batches)
+    except SIGTERMException as exception:
+        watch.seen["exit code"] = exception.code
+    return watch.seen
+
+
+class RequestStop(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == trainer.world_size - 1:
+            trainer.strategy.request_stop("GPU 3 is too hot")
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_on_one_rank_ends_all_at_the_same_step(sharding: str, rank: int) -> None:
+    results = run_ranks(
+        fit_until_stopped, 2, args=(sharding, {"limit_val_batches": 0}), signals={(rank, "step:5"): signal.SIGTERM}
+    )
+    seen = values(results)
+    assert [one["exception"] for one in seen] == ["SIGTERMException"] * 2
+    assert seen[0]["step"] == seen[1]["step"]
+    # About a second of steps, and one or two more until the answer is read; never a minute of them.
+    assert 5 <= seen[0]["step"] < 5 + 10 / STEP_SECONDS
+    assert [(one["stop"].rank, one["stop"].reason) for one in seen] == [(rank, "SIGTERM")] * 2
+    assert [one["exit code"] for one in seen] == [143, 143]
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_sigterm_during_validation_ends_all_at_the_same_validation_batch(sharding: str) -> None:
+    options = {"val_check_interval": 2, "limit_val_batches": 1.0, "max_epochs": 1000}
+    results = run_ranks(
+        fit_until_stopped, 2, args=(sharding, options), signals={(1, "validation:2:1"): signal.SIGTERM}
+    )
+    first, second = values(results)
+    assert first["exception"] == second["exception"] == "SIGTERMException"
+    assert (first["step"], first["validating"], first["batch"]) == (second["step"], second["validating"], second["batch"])
+    assert first["stop"].rank == 1
+
+
+def test_one_rank_alone_stops_after_its_batch() -> None:
+    results = run_ranks(
+        fit_until_stopped, 1, args=("ddp", {"limit_val_batches": 0}), signals={(0, "step:5"): signal.SIGTERM}
+    )
+    (seen,) = values(results)
+    assert (seen["exception"], seen["step"], seen["stop"].reason) == ("SIGTERMException", 5, "SIGTERM")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_callback_can_ask_for_a_stop_with_a_reason(world_size: int) -> None:
+    seen = values(run_ranks(fit_until_stopped, world_size, args=("ddp", {"limit_val_batches": 0}, 3)))
+    assert len({one["step"] for one in seen}) == 1
+    assert {one["stop"].reason for one in seen} == {"GPU 3 is too hot"}
+    assert {one["stop"].rank for one in seen} == {world_size - 1}
+
+
+def test_asking_without_a_fit_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"No fit is running that could be stopped \('why'\)"):
+        AirStrategy().request_stop("why")
+
+
+def uneven_validation() -> list[int]:
+    """Ranks with different numbers of validation batches, as DDP allows them."""
+    trainer = Trainer(
+        **fast_trainer_kwargs(
+            Path.cwd(), strategy=AirStrategy(), use_distributed_sampler=False, max_steps=40, max_epochs=-1,
+            val_check_interval=3, num_sanity_val_steps=0,
+        )
+    )
+    batches = loader(2, trainer.global_rank, batch_size=4)
+    uneven = loader(2, trainer.global_rank, batch_size=4 + 4 * trainer.global_rank)
+
+    class NoSync(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(STEP_SECONDS)
+            counts.append(batch_idx)
+
+    counts: list[int] = []
+    trainer.fit(NoSync(), batches, uneven)
+    assert trainer.global_step == 40
+    return counts
+
+
+def test_ranks_with_different_numbers_of_validation_batches_still_train() -> None:
+    first, second = values(run_ranks(uneven_validation, 2))
+    assert len(first) == 2 * len(second) > 0
+
+
+class CountCollectives(Callback):
+    """Counts what the training loop itself sends, by what carries it."""
+
+    def __init__(self) -> None:
+        self.broadcasts = 0
+
+    def on_train_start(self, *_: Any) -> None:
+        broadcast = dist.broadcast
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.broadcasts += 1
+            return broadcast(*args, **kwargs)
+
+        dist.broadcast = counting
+
+
+def count_exchanges(own: bool) -> tuple[int, int]:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    counter = CountCollectives()
+    strategy = AirStrategy() if own else DDPStrategy(process_group_backend="gloo")
+    devices = {} if own else {"devices": 2, "num_nodes": 1}
+    trainer = Trainer(
+        **fast_trainer_kwargs(
+            Path.cwd(), strategy=strategy, max_steps=100, max_epochs=-1, limit_val_batches=0, callbacks=[counter], **devices
+        )
+    )
+    exchange: list[Any] = []
+    if own:
+        trainer.callbacks.append(KeepExchange(exchange))
+    trainer.fit(Regression(), torch.utils.data.DataLoader(loader().dataset, batch_size=4))
+    return counter.broadcasts, exchange[0].num_exchanges if own else 0
+
+
+class KeepExchange(Callback):
+    def __init__(self, kept: list[Any]) -> None:
+        self.kept = kept
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        self.kept.append(trainer.strategy._stop_exchange)
+
+
+def test_no_broadcast_per_step_where_stock_lightning_makes_one() -> None:
+    """Stock Lightning broadcasts a device tensor before each batch and reads it back."""
+    for broadcasts, _ in values(run_ranks(count_exchanges, 2, args=(False,), warnings_as_errors=False)):
+        assert broadcasts == 100
+    for broadcasts, exchanges in values(run_ranks(count_exchanges, 2, args=(True,), warnings_as_errors=False)):
+        assert broadcasts == 0
+        assert 1 <= exchanges < 50
