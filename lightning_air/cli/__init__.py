@@ -4,9 +4,9 @@ A subcommand is an entry of `SUBCOMMANDS` and a module with one function:
 
     def run(arguments: Sequence[str]) -> int:
 
-`arguments` is what stood after `lightning-air`, the name first. The module parses it (with `lightning-air` as the start of
-`prog`, so that help and errors say what the user typed), does the work, and returns the exit code: 0, or 2 for wrong
-arguments, as argparse has it. It is imported when its name is given and not before, so it may need an extra.
+`arguments` is what stood after `lightning-air`, the name first. The module parses it (its parser's `prog` begins with
+`lightning-air`, so that help and errors say what the user typed), does the work, and returns the exit code: 0, or 2 for
+wrong arguments, as argparse has it. It is imported when its name is given and not before, so it may need an extra.
 """
 
 import argparse
@@ -99,7 +99,8 @@ class _ShowVersions(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         hosts = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("lightning", "torch"))
         python = ".".join(map(str, sys.version_info[:3]))
-        parser.exit(message=f"lightning-air {__version__} ({hosts}, Python {python})\n")
+        sys.stdout.write(f"lightning-air {__version__} ({hosts}, Python {python})\n")
+        parser.exit()
 
 
 def _is_importable(module: str) -> bool:

@@ -45,7 +45,10 @@ class AirEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         port = current_launch().master_port
         if port is None:
-            raise RuntimeError("MASTER_PORT is not set, so the ranks of this launch cannot find each other.")
+            raise RuntimeError(
+                "MASTER_PORT is not set, so the ranks of this launch cannot find each other. Set it to a free port of "
+                "MASTER_ADDR, the same on every rank."
+            )
         return port
 
     @staticmethod
@@ -120,10 +123,12 @@ def resolve_devices(devices: Sequence[torch.device], launch: Launch, *, num_visi
         return list(devices) * ranks
     if len(devices) == num_visible and ranks < num_visible:
         return list(devices[:ranks])
-    if len(devices) == num_visible == 1:
-        # Launchers such as `srun --gpus-per-task=1` show each process its own GPU only, always under index 0.
+    if len(devices) == num_visible == 1 and not launch.starts_processes:
+        # Launchers such as `srun --gpus-per-task=1` show each process its own GPU only, always under index 0. Ranks
+        # that Lightning has yet to start here would all get this one.
         return list(devices) * ranks
+    visible = "" if device_type == "cpu" else f" ({num_visible} {device_type} device(s) visible)"
     raise ValueError(
         f"Trainer(devices={len(devices)}) contradicts the launch ({launch.kind}), which has {ranks} rank(s) on this "
-        f"node ({num_visible} {device_type} device(s) visible). Leave devices out: AirStrategy takes it from the launch."
+        f"node{visible}. Leave devices out: AirStrategy takes it from the launch."
     )
