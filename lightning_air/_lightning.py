@@ -18,7 +18,9 @@ from lightning.fabric.utilities.init import _materialize_distributed_module as m
 # Private: moves optimizer state to the device, which the stock strategies do at the end of `setup`.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.fabric.utilities.types import _PATH as PathLike  # noqa: PLC2701 - the type in the overridden signatures
+
+# Private: the type of a path in the signatures that we override.
+from lightning.fabric.utilities.types import _PATH as PathLike  # noqa: N811
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, WeightAveraging

@@ -215,7 +215,7 @@ class Narrator(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-            print(f"{num_parameters:,} parameters on {trainer.world_size} processes")
+            print(f"{num_parameters:,} parameters, world size {trainer.world_size}")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -227,7 +227,7 @@ class Narrator(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, ByteGPT)
         # On every rank, though rank 0 alone prints them: a sharded model answers only when all ranks ask.
-        self.samples = [pl_module.generate(prompt, num_bytes=200) for prompt in ("import ", "def ", "class ")]
+        self.samples = [pl_module.generate(prompt, num_bytes=200) for prompt in ("def ", "class ")]
 
 
 def draw_losses(logger: MLFlowLogger, path: Path) -> None:

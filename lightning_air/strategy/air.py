@@ -10,12 +10,12 @@ import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_air._lightning import (
     LightningEnvironment,
@@ -36,7 +36,13 @@ from lightning_air.strategy.failure import FailureWatch
 from lightning_air.strategy.options import SHARDINGS, Sharding, StrategyOptions, check_options, check_sharding
 from lightning_air.strategy.process_group import Membership, backend_for, barrier, choose_backend, join, reduce
 from lightning_air.strategy.stop import Stop, StopExchange
-from lightning_air.strategy.topology import AIR_KINDS, AirEnvironment, current_launch, resolve_devices, resolve_num_nodes
+from lightning_air.strategy.topology import (
+    AIR_KINDS,
+    AirEnvironment,
+    current_launch,
+    resolve_devices,
+    resolve_num_nodes,
+)
 
 T = TypeVar("T")
 
@@ -80,6 +86,7 @@ class AirStrategy(ParallelStrategy):
         ValueError: If a value is wrong or an option does not belong to the sharding.
     """
 
+    num_nodes: int  # both stock strategies have it
     _leaves: ClassVar[dict[str, type["AirStrategy"]]] = {}
 
     def __init_subclass__(cls, *, shardings: tuple[str, ...] = (), **kwargs: Any) -> None:
@@ -223,7 +230,7 @@ class AirStrategy(ParallelStrategy):
             # The exchange of stops must not share a group with anything: its order is its own.
             self._control_group = dist.new_group(backend="gloo", timeout=self.options.timeout)
             # Private: a store has no public getter; the failure watch talks through a connection of its own.
-            store = dist.distributed_c10d._get_default_store().clone()  # noqa: SLF001
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined] # noqa: SLF001
             self._failure_watch = FailureWatch(membership, store, abort=self._abort_collectives)
             self._failure_watch.start()
         super().setup_environment()  # the stock strategy finds the group made
@@ -430,7 +437,7 @@ class AirStrategy(ParallelStrategy):
         return reduce(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
 
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all (or any) ranks decided so. Collective: every rank calls this; no device is involved."""
         if not dist.is_initialized():
             return decision
@@ -446,7 +453,9 @@ class AirStrategy(ParallelStrategy):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
+    ) -> None:
         """Save through the CheckpointIO: on every rank if it is collective, else as the stock strategy does."""
         if is_collective(self.checkpoint_io):
             self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(filepath), storage_options=storage_options)

@@ -164,6 +164,7 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
         for callback in trainer.callbacks:  # type: ignore[attr-defined] # set by Trainer's callback connector
             average = callback._average_model if isinstance(callback, WeightAveraging) else None  # noqa: SLF001
             if average is not None:
+                assert isinstance(average.module, LightningModule)
                 self._shard(average.module, compiler=None)
 
     # ---- running ----------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
             module.reshard()
         return output
 
-    def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_root_forward(self, module: nn.Module, _args: Any, _output: Any) -> None:
         """Release the root after a forward that no backward follows, outside of any step.
 
         FSDP2 keeps a root gathered until its backward. Without one it would compute the next forward with the gathered
@@ -227,7 +228,9 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
+    ) -> None:
         """Save. Collective: every rank calls this.
 
         A stock CheckpointIO has no part in it: the directory is Lightning's sharded checkpoint.
@@ -254,7 +257,8 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         for key in checkpoint.pop(_SHARDED_KEYS, []):
             values = {name: torch.empty_like(value) for name, value in self._module.state_dict().items()}
-            dcp.load({"state_dict": _prefixed({key: values})}, checkpoint_id=Path(self.broadcast(checkpoint_path)))
+            path = Path(self.broadcast(checkpoint_path))
+            dcp.load({"state_dict": _prefixed({key: values})}, checkpoint_id=path)
             checkpoint[key] = values
             checkpoint["state_dict"] = self._module.state_dict()  # for the callback that saved them
         return checkpoint

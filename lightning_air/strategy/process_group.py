@@ -9,6 +9,7 @@ in use is told apart from a rank that is late.
 """
 
 import atexit
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -22,6 +23,11 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _VERDICT_GRACE_SECONDS = 15.0  # how much longer the others wait for rank 0's roll-call than rank 0 for them
+_MAX_NAMED_RANKS = 16
+
+# Every rank joins equally often, so the same number means the same group on all of them.
+_joins = itertools.count()
+_MAX_NAMED_RANKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,8 @@ def choose_backend(requested: str, device: torch.device) -> str:
     Raises:
         ValueError: If the request names no backend for host memory or for the device, or one that torch lacks.
     """
+    # torch takes neither a space nor a comma at the end.
+    devices = parse_backends(requested)
     if requested == "auto":
         return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if ":" not in requested and requested != "gloo":
@@ -69,24 +77,25 @@ def choose_backend(requested: str, device: torch.device) -> str:
             f"process_group_backend={requested!r} serves one device only; asynchronous checkpoints need a backend for "
             f"host memory too. Use 'auto', or 'cpu:gloo,{device.type if device.type != 'cpu' else 'cuda'}:{requested}'."
         )
-    devices = parse_backends(requested)
     for needed in ("cpu", device.type):
         if requested != "gloo" and needed not in devices:
             raise ValueError(
                 f"process_group_backend={requested!r} has no backend for {needed!r} tensors. "
-                f"Add one, for example '{requested},{needed}:gloo', or use 'auto'."
+                f"Add one, for example '{requested},{needed}:{'nccl' if needed == 'cuda' else 'gloo'}', or use 'auto'."
             )
-    if "nccl" in devices.values() and not dist.is_nccl_available():
-        raise ValueError(
-            f"process_group_backend={requested!r} asks for NCCL, which this build of torch does not have. Use 'auto'."
-        )
-    return requested
+    for backend in devices.values():
+        if not dist.is_backend_available(backend):
+            raise ValueError(
+                f"process_group_backend={requested!r} asks for {backend!r}, which this build of torch does not have. "
+                "Use 'auto'."
+            )
+    return ",".join(f"{device_type}:{backend}" for device_type, backend in devices.items()) or requested
 
 
 def parse_backends(config: str) -> dict[str, str]:
     """Return device type → backend from "cpu:gloo,cuda:nccl"; a plain name serves no device by itself."""
     pairs = (part.split(":", 1) for part in config.split(",") if ":" in part)
-    return {device.strip(): backend.strip() for device, backend in pairs}
+    return {device.strip(): backend.strip().lower() for device, backend in pairs}
 
 
 def join(
@@ -177,16 +186,21 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: str | dist.Reduc
 
 
 def _meet(membership: Membership, *, timeout: timedelta, join_timeout: timedelta) -> dist.Store:
-    """Return a store that every rank is known to have reached."""
+    """Return a store that every rank is known to have reached, and that holds nothing of another group."""
     if membership.world_size == 1:
         return dist.HashStore()
-    store = _open_store(membership, join_timeout)
-    roll_call = dist.PrefixStore(f"lightning_air/join/{membership.attempt}", store)
-    roll_call.set(str(membership.global_rank), "present")
-    missing = _roll_call(roll_call, membership, join_timeout)
+    # torchrun's agent keeps its store through restarts, with the addresses of the ranks that are gone.
+    name = f"lightning_air/group/{membership.attempt}/{next(_joins)}"
+    try:
+        store = dist.PrefixStore(name, _open_store(membership, join_timeout))
+        missing = _roll_call(store, membership, join_timeout)
+    except dist.DistNetworkError:
+        # Rank 0 had not yet destroyed an earlier group, and closed that group's store while we waited in it.
+        store = dist.PrefixStore(name, _open_store(membership, timedelta(seconds=_VERDICT_GRACE_SECONDS)))
+        missing = _roll_call(store, membership, join_timeout)
     if missing:
-        names = ", ".join(membership.describe(rank) for rank in missing[:16])
-        more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+        names = ", ".join(membership.describe(rank) for rank in missing[:_MAX_NAMED_RANKS])
+        more = f" and {len(missing) - _MAX_NAMED_RANKS} more" if len(missing) > _MAX_NAMED_RANKS else ""
         raise RuntimeError(
             f"{len(missing)} of {membership.world_size} ranks did not join within {join_timeout.total_seconds():g} s: "
             f"{names}{more}. See their logs, or raise join_timeout if their start is slow."
@@ -223,12 +237,13 @@ def _open_store(membership: Membership, join_timeout: timedelta) -> dist.TCPStor
 def _roll_call(store: dist.Store, membership: Membership, join_timeout: timedelta) -> list[int]:
     """Return the missing ranks; rank 0 counts and tells the others, so that all say the same."""
     ranks = range(membership.world_size)
+    store.set(f"present/{membership.global_rank}", "1")
     if membership.global_rank == 0:
         missing: list[int] = []
         try:
-            store.wait([str(rank) for rank in ranks], join_timeout)
-        except dist.DistError:
-            missing = [rank for rank in ranks if not store.check([str(rank)])]
+            store.wait([f"present/{rank}" for rank in ranks], join_timeout)
+        except dist.DistStoreError:
+            missing = [rank for rank in ranks if not store.check([f"present/{rank}"])]
         store.set("missing", ",".join(map(str, missing)))
         if missing:  # this process holds the store: it stays until those who came have read the answer
             told = [f"told/{rank}" for rank in ranks if rank not in missing and rank != 0]
@@ -236,12 +251,12 @@ def _roll_call(store: dist.Store, membership: Membership, join_timeout: timedelt
         return missing
     try:
         store.wait(["missing"], join_timeout + timedelta(seconds=_VERDICT_GRACE_SECONDS))
-        text = store.get("missing").decode()
-    except dist.DistError as error:
+    except dist.DistStoreError as error:
         raise RuntimeError(
             f"{membership.describe(0)} opened {membership.address}:{membership.port} but then was silent: "
             f"{_first_line(error)}. See its log."
         ) from error
+    text = store.get("missing").decode()
     store.set(f"told/{membership.global_rank}", "1")
     return [int(rank) for rank in text.split(",") if rank]
 

@@ -39,7 +39,10 @@ def shard_module(
     """
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     placed: set[int] = set()  # buffers stay whole, and lie in the block and in every root around it
-    for module, reshard in (*((block, reshard_after_forward) for block in blocks), *((root, not keep_roots) for root in roots)):
+    for module, reshard in (
+        *((block, reshard_after_forward) for block in blocks),
+        *((root, not keep_roots) for root in roots),
+    ):
         for tensor in _whole_tensors(module):
             if id(tensor) not in placed:
                 placed.add(id(tensor))

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_air import AirStrategy
-from tests.kit.ranks import run_ranks
 from tests.kit.points import reach
+from tests.kit.ranks import run_ranks
 from tests.kit.trainers import fast_trainer_kwargs
 from tests.strategy.training import Regression, loader
 
@@ -115,7 +113,9 @@ def fit_and_fail_everywhere() -> None:
 SCRIPT = """
     import os, sys, atexit
     import torch.distributed as dist
-    atexit.register(lambda: print(f"at exit, rank {os.environ.get('LOCAL_RANK')}: group alive: {dist.is_initialized()}", flush=True))
+    def show():
+        print(f"at exit, rank {os.environ.get('LOCAL_RANK')}: group alive: {dist.is_initialized()}", flush=True)
+    atexit.register(show)
     sys.path.insert(0, os.environ["PROJECT"])
     from lightning_air import AirStrategy
     from lightning.pytorch import Trainer

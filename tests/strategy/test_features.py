@@ -159,7 +159,9 @@ class Tied(Regression):
 def train_tied(sharding: str | None) -> Outcome:
     torch.manual_seed(1)
     module = Tied()
-    outcome = train({"sharding": sharding, "wrap": 1} if sharding in ("fsdp", "hsdp") else sharding and {}, module=module)
+    outcome = train(
+        {"sharding": sharding, "wrap": 1} if sharding in ("fsdp", "hsdp") else sharding and {}, module=module
+    )
     outcome.extra["tied"] = module.head.weight is module.net.inp.weight
     return outcome
 
@@ -471,7 +473,9 @@ class Frozen(Regression):
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_frozen_model_is_refused_for_training(sharding: str) -> None:
     (result,) = run_ranks(train_frozen, 1, args=(sharding,), warnings_as_errors=False)
-    assert "ValueError: Frozen has nothing to train: none of its 17 parameters requires a gradient" in (result.error or "")
+    assert "ValueError: Frozen has nothing to train: none of its 17 parameters requires a gradient" in (
+        result.error or ""
+    )
 
 
 def train_frozen(sharding: str) -> None:
@@ -480,7 +484,9 @@ def train_frozen(sharding: str) -> None:
 
 def test_wrap_that_matches_nothing_names_the_classes_there_are() -> None:
     (result,) = run_ranks(train, 1, args=({"sharding": "fsdp", "wrap": ["Blok"]},))
-    assert "ValueError: wrap names 'Blok', but the model has no module of that class. It has: Block" in (result.error or "")
+    assert "ValueError: wrap names 'Blok', but the model has no module of that class. It has: Block" in (
+        result.error or ""
+    )
 
 
 def test_global_batch_is_what_the_tests_say() -> None:

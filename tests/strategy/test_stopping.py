@@ -95,12 +95,14 @@ def test_sigterm_on_one_rank_ends_all_at_the_same_step(sharding: str, rank: int)
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_sigterm_during_validation_ends_all_at_the_same_validation_batch(sharding: str) -> None:
     options = {"val_check_interval": 2, "limit_val_batches": 1.0, "max_epochs": 1000}
-    results = run_ranks(
-        fit_until_stopped, 2, args=(sharding, options), signals={(1, "validation:2:1"): signal.SIGTERM}
-    )
+    results = run_ranks(fit_until_stopped, 2, args=(sharding, options), signals={(1, "validation:2:1"): signal.SIGTERM})
     first, second = values(results)
     assert first["exception"] == second["exception"] == "SIGTERMException"
-    assert (first["step"], first["validating"], first["batch"]) == (second["step"], second["validating"], second["batch"])
+    assert (first["step"], first["validating"], first["batch"]) == (
+        second["step"],
+        second["validating"],
+        second["batch"],
+    )
     assert first["stop"].rank == 1
 
 
@@ -129,8 +131,13 @@ def uneven_validation() -> list[int]:
     """Ranks with different numbers of validation batches, as DDP allows them."""
     trainer = Trainer(
         **fast_trainer_kwargs(
-            Path.cwd(), strategy=AirStrategy(), use_distributed_sampler=False, max_steps=40, max_epochs=-1,
-            val_check_interval=3, num_sanity_val_steps=0,
+            Path.cwd(),
+            strategy=AirStrategy(),
+            use_distributed_sampler=False,
+            max_steps=40,
+            max_epochs=-1,
+            val_check_interval=3,
+            num_sanity_val_steps=0,
         )
     )
     batches = loader(2, trainer.global_rank, batch_size=4)
@@ -176,7 +183,13 @@ def count_exchanges(own: bool) -> tuple[int, int]:
     devices = {} if own else {"devices": 2, "num_nodes": 1}
     trainer = Trainer(
         **fast_trainer_kwargs(
-            Path.cwd(), strategy=strategy, max_steps=100, max_epochs=-1, limit_val_batches=0, callbacks=[counter], **devices
+            Path.cwd(),
+            strategy=strategy,
+            max_steps=100,
+            max_epochs=-1,
+            limit_val_batches=0,
+            callbacks=[counter],
+            **devices,
         )
     )
     exchange: list[Any] = []

@@ -1,7 +1,6 @@
 """The same loss curve and the same weights, whatever the sharding and the number of ranks."""
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 5e-2, "bf16-true": 1e-1}
 
 @functools.cache
 def reference(precision: str, accumulate: int = 1, clip: float | None = None) -> Outcome:
-    return train(
-        None, {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
-    )
+    return train(None, {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip})
 
 
 def assert_same(outcome: Outcome, expected: Outcome, tolerance: float) -> None:
