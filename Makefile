@@ -45,7 +45,7 @@ format: venv  ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
 benchmarks: venv  ## Run every benchmark and print its ratios
-	for file in benchmarks/bench_*.py; do $(BIN)/python $$file || exit 1; done
+	for file in $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$file || exit 1; done
 
 clean:  ## Remove what the other targets made
 	rm -rf $(VENV) .oldest quickstart_output build dist

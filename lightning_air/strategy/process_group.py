@@ -27,7 +27,6 @@ _MAX_NAMED_RANKS = 16
 
 # Every rank joins equally often, so the same number means the same group on all of them.
 _joins = itertools.count()
-_MAX_NAMED_RANKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +67,6 @@ def choose_backend(requested: str, device: torch.device) -> str:
     Raises:
         ValueError: If the request names no backend for host memory or for the device, or one that torch lacks.
     """
-    # torch takes neither a space nor a comma at the end.
-    devices = parse_backends(requested)
     if requested == "auto":
         return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if ":" not in requested and requested != "gloo":
@@ -77,6 +74,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
             f"process_group_backend={requested!r} serves one device only; asynchronous checkpoints need a backend for "
             f"host memory too. Use 'auto', or 'cpu:gloo,{device.type if device.type != 'cpu' else 'cuda'}:{requested}'."
         )
+    devices = parse_backends(requested)
     for needed in ("cpu", device.type):
         if requested != "gloo" and needed not in devices:
             raise ValueError(
@@ -89,6 +87,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
                 f"process_group_backend={requested!r} asks for {backend!r}, which this build of torch does not have. "
                 "Use 'auto'."
             )
+    # Written anew: torch takes neither a space nor a comma at the end.
     return ",".join(f"{device_type}:{backend}" for device_type, backend in devices.items()) or requested
 
 
@@ -178,8 +177,11 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: str | dist.Reduc
         if tensor.is_floating_point() and backend_for(tensor.device, group) == "nccl":
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
             return tensor
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
-        return tensor.copy_(tensor / dist.get_world_size(group))
+        # The sum of small integers overflows, and dividing integers goes through float32, exact up to 2**24 only.
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        total = tensor.long() if is_whole else tensor
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        return tensor.copy_(total.div_(dist.get_world_size(group), rounding_mode="trunc" if is_whole else None))
     native = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) else name or dist.ReduceOp.SUM
     dist.all_reduce(tensor, op=native, group=group)
     return tensor

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 
-def fast_trainer_kwargs(default_root_dir: Path, **overrides: Any) -> dict[str, Any]:
+def fast_trainer_kwargs(default_root_dir: str | Path, **overrides: Any) -> dict[str, Any]:
     """Return keyword arguments for a `Trainer` that only trains.
 
     Args:

@@ -1,0 +1,585 @@
+"""The ranks meet or say who is missing, and the collectives mean the same under every name of the backend.
+
+Where Lightning goes by the group's name, a pair of tests shows what its own strategy makes of a compound name, and what
+ours does (FACTS: "cpu:gloo,cuda:nccl" is neither "nccl" nor "gloo"). Without NCCL the compound name is
+"cpu:gloo,cuda:gloo".
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+
+from lightning_air import AirStrategy
+from lightning_air.strategy import process_group
+from lightning_air.strategy.process_group import (
+    Membership,
+    backend_for,
+    barrier,
+    check_existing_group,
+    choose_backend,
+    join,
+    parse_backends,
+    reduce,
+    wait_until,
+)
+from lightning_air.strategy.topology import current_launch
+from tests.kit.environment import current_environment
+from tests.kit.ranks import RankResult, run_ranks, values
+from tests.kit.trainers import fast_trainer_kwargs
+from tests.strategy.training import Regression, loader
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 1)
+COMPOUND = "cpu:gloo,cuda:gloo"
+
+
+def membership(**changes: Any) -> Membership:
+    """Who the calling rank is, as the launch says."""
+    launch = current_launch()
+    fields: dict[str, Any] = {
+        "global_rank": launch.global_rank,
+        "world_size": launch.world_size,
+        "ranks_per_node": launch.local_world_size,
+        "address": launch.master_address,
+        "port": launch.master_port,
+        **changes,
+    }
+    return Membership(**fields)
+
+
+def join_here(*, backend: str = "gloo", join_seconds: float = 20.0, **changes: Any) -> bool:
+    return join(
+        membership(**changes),
+        backend=backend,
+        timeout=timedelta(seconds=20),
+        join_timeout=timedelta(seconds=join_seconds),
+        device=CPU,
+    )
+
+
+def summed(value: int) -> int:
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+
+@contextlib.contextmanager
+def group_of_one(backend: str = "gloo") -> Iterator[None]:
+    """A process group that somebody else has made in this process."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- the backend's name ----------------------------------------------------------------------------------------------
+
+needs_no_nccl = pytest.mark.skipif(dist.is_nccl_available(), reason="is about builds of torch without NCCL")
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "expected"),
+    [
+        ("auto", CPU, "gloo"),
+        pytest.param("auto", CUDA, "gloo", marks=needs_no_nccl),
+        ("gloo", CPU, "gloo"),
+        ("gloo", CUDA, "gloo"),  # gloo carries CUDA tensors too
+        ("cpu:gloo", CPU, "cpu:gloo"),
+        (COMPOUND, CPU, COMPOUND),
+        (COMPOUND, CUDA, COMPOUND),
+        ("cuda:gloo,cpu:gloo", CUDA, "cuda:gloo,cpu:gloo"),
+        # As people write it in YAML; torch refuses the space and the comma.
+        ("cpu:gloo, cuda:gloo", CUDA, COMPOUND),
+        (" cpu : Gloo ,", CPU, "cpu:gloo"),
+    ],
+)
+def test_backend(requested: str, device: torch.device, expected: str) -> None:
+    assert choose_backend(requested, device) == expected
+
+
+def test_auto_is_nccl_for_cuda_where_there_is_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert choose_backend("auto", CUDA) == "cpu:gloo,cuda:nccl"
+    assert choose_backend("auto", CPU) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "said"),
+    [
+        pytest.param("nccl", CUDA, ["serves one device only", "Use 'auto', or 'cpu:gloo,cuda:nccl'"], id="plain"),
+        pytest.param("nccl", CPU, ["serves one device only", "Use 'auto', or 'cpu:gloo,cuda:nccl'"], id="plain on CPU"),
+        pytest.param("mpi", CUDA, ["serves one device only", "'cpu:gloo,cuda:mpi'"], id="another plain"),
+        pytest.param("cuda:nccl", CUDA, ["no backend for 'cpu'", "example 'cuda:nccl,cpu:gloo'"], id="no host memory"),
+        pytest.param("cuda:gloo", CPU, ["no backend for 'cpu'", "example 'cuda:gloo,cpu:gloo'"], id="not for the CPU"),
+        pytest.param("cpu:gloo", CUDA, ["no backend for 'cuda'", "'cpu:gloo,cuda:nccl'"], id="not for the device"),
+        pytest.param("cpu:glo", CPU, ["asks for 'glo', which this build of torch does not have"], id="misspelt"),
+        pytest.param("cpu:", CPU, ["asks for '', which this build of torch does not have"], id="nothing"),
+        pytest.param(
+            "cpu:gloo,cuda:nccl", CUDA, ["asks for 'nccl', which this build"], id="no NCCL", marks=needs_no_nccl
+        ),
+    ],
+)
+def test_refused_backend(requested: str, device: torch.device, said: list[str]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"process_group_backend={requested!r} ")) as error:
+        choose_backend(requested, device)
+    for words in [*said, "'auto'"]:
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", {"cpu": "gloo", "cuda": "nccl"}),
+        ("cpu:gloo", {"cpu": "gloo"}),
+        ("gloo", {}),
+        ("", {}),
+    ],
+)
+def test_parse_backends(config: str, expected: dict[str, str]) -> None:
+    assert parse_backends(config) == expected
+
+
+@pytest.mark.parametrize("backend", ["gloo", COMPOUND])
+def test_the_backend_of_a_device_whatever_the_group_is_called(backend: str) -> None:
+    with group_of_one(backend):
+        assert backend_for(CPU) == backend_for(CUDA) == "gloo"
+        assert backend_for(torch.device("meta")) == ""
+
+
+def test_a_rank_is_described_by_its_node() -> None:
+    described = Membership(global_rank=0, world_size=16, ranks_per_node=8, address="a", port=1).describe
+    assert described(9) == "rank 9 (node 1, local rank 1)"
+    assert described(0) == "rank 0 (node 0, local rank 0)"
+
+
+# ---- joining ---------------------------------------------------------------------------------------------------------
+
+
+def _joins(backend: str) -> tuple[bool, str, str, int]:
+    made = join_here(backend=backend)
+    return made, dist.get_backend(), backend_for(CPU), summed(10 + dist.get_rank())
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(1, "gloo"), (2, COMPOUND), (3, "gloo"), (4, "gloo")])
+def test_ranks_join(world_size: int, backend: str) -> None:
+    total = sum(10 + rank for rank in range(world_size))
+    assert values(run_ranks(_joins, world_size, args=(backend,))) == [(True, backend, "gloo", total)] * world_size
+
+
+def test_ranks_of_two_nodes_join() -> None:
+    assert values(run_ranks(_joins, 4, nodes=2, args=("gloo",))) == [(True, "gloo", "gloo", 46)] * 4
+
+
+def _joins_an_existing_group() -> tuple[bool, bool, int]:
+    existing = dist.group.WORLD
+    made = join_here()
+    return made, dist.group.WORLD is existing, summed(1)
+
+
+def test_a_suitable_group_is_used_as_it_is() -> None:
+    assert values(run_ranks(_joins_an_existing_group, 2, init_process_group="gloo")) == [(False, True, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "lacking"),
+    [("cuda:gloo", CPU, "cpu"), ("cuda:gloo", CUDA, "cpu"), ("cpu:gloo", CUDA, "cuda")],
+)
+def test_an_existing_group_without_a_backend_that_is_needed(backend: str, device: torch.device, lacking: str) -> None:
+    here = Membership(global_rank=0, world_size=1, ranks_per_node=1, address="", port=0)
+    with group_of_one(backend), pytest.raises(RuntimeError, match="exists already") as error:
+        check_existing_group(here, device)
+    assert f"the backend {backend!r}" in str(error.value)
+    assert f"none for {lacking!r} tensors" in str(error.value)
+    assert f"or make it with init_process_group('{choose_backend('auto', device)}')" in str(error.value)
+
+
+@pytest.mark.parametrize(("global_rank", "world_size"), [(1, 2), (0, 2)])
+def test_an_existing_group_of_another_launch(global_rank: int, world_size: int) -> None:
+    here = Membership(global_rank=global_rank, world_size=world_size, ranks_per_node=2, address="", port=0)
+    with group_of_one(), pytest.raises(RuntimeError, match="exists already") as error:
+        join(here, backend="gloo", timeout=timedelta(seconds=1), join_timeout=timedelta(seconds=1), device=CPU)
+    assert "rank 0 of 1, but the launch makes it rank" in str(error.value)
+    assert f"rank {global_rank} of {world_size}. Destroy that group first, or set devices and num_nodes" in str(
+        error.value
+    )
+
+
+# ---- joining: who does not come --------------------------------------------------------------------------------------
+
+
+def _joins_unless(absent: list[int]) -> str | None:
+    if membership().global_rank in absent:
+        return None
+    try:
+        join_here(join_seconds=1)
+    except RuntimeError as error:
+        return str(error)
+    return "joined"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "absent", "named"),
+    [
+        (2, 1, [1], "1 of 2 ranks did not join within 1 s: rank 1 (node 0, local rank 1). "),
+        (
+            4,
+            2,
+            [1, 3],
+            "2 of 4 ranks did not join within 1 s: rank 1 (node 0, local rank 1), rank 3 (node 1, local rank 1). ",
+        ),
+    ],
+)
+def test_missing_ranks_are_named_on_every_rank_that_came(
+    world_size: int, nodes: int, absent: list[int], named: str
+) -> None:
+    results = run_ranks(_joins_unless, world_size, nodes=nodes, args=(absent,))
+    for rank, message in enumerate(values(results)):
+        if rank not in absent:
+            assert message == named + "See their logs, or raise join_timeout if their start is slow."
+            assert results[rank].seconds < 5
+
+
+def test_a_missing_rank_0_is_named_with_its_address() -> None:
+    results = run_ranks(_joins_unless, 3, args=([0],))
+    for result, message in list(zip(results, values(results), strict=True))[1:]:
+        assert re.match(
+            r"rank 0 \(node 0, local rank 0\) did not answer at 127\.0\.0\.1:\d+ within 1 s: .+\. See its log; check "
+            r"that MASTER_ADDR and MASTER_PORT are the same on every rank and reachable\.$",
+            message,
+        )
+        assert result.seconds < 8
+
+
+def _joins_late(late_seconds: float) -> int:
+    if membership().global_rank == 1:
+        time.sleep(late_seconds)
+    join_here(join_seconds=10)
+    return summed(1)
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    assert values(run_ranks(_joins_late, 2, args=(1.0,))) == [2, 2]
+
+
+def _joins_where_the_port_is_taken() -> str:
+    here = membership()
+    with socket.socket() as holder:
+        if here.global_rank == 0:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("", here.port))
+            holder.listen()
+        try:
+            join_here(join_seconds=1)
+        except RuntimeError as error:
+            return str(error)
+    return "joined"
+
+
+def test_a_port_in_use_is_told_with_its_number() -> None:
+    rank_zero, rank_one = values(run_ranks(_joins_where_the_port_is_taken, 2))
+    assert re.match(r"Rank 0 cannot listen on 127\.0\.0\.1:\d+: .*port: \d+.*\. If the port is in use, ", rank_zero)
+    assert "EADDRINUSE" in rank_zero
+    assert "set MASTER_PORT to a free one on every rank" in rank_zero
+    assert "did not answer at 127.0.0.1:" in rank_one
+
+
+def test_a_silent_agent_is_told_as_such() -> None:
+    here = Membership(
+        global_rank=1, world_size=2, ranks_per_node=2, address="127.0.0.1", port=1, agent_hosts_store=True
+    )
+    with pytest.raises(RuntimeError, match=r"^The launcher's agent did not answer at 127\.0\.0\.1:1 within 1 s: "):
+        join(here, backend="gloo", timeout=timedelta(seconds=1), join_timeout=timedelta(seconds=1), device=CPU)
+
+
+# ---- joining again ---------------------------------------------------------------------------------------------------
+
+
+def _joins_three_times(slow_rank: int) -> list[tuple[bool, int]]:
+    found = []
+    for number in range(3):
+        found.append((join_here(join_seconds=5), summed(number)))
+        if dist.get_rank() == slow_rank:
+            time.sleep(0.5)  # the others join again while this one is still in the old group
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_ranks_join_again_after_the_group_was_destroyed(slow_rank: int) -> None:
+    # Rank 0 holds the store: a rank that comes back too soon finds the old one, in which everybody is present.
+    expected = [(True, 0), (True, 2), (True, 4)]
+    assert values(run_ranks(_joins_three_times, 2, args=(slow_rank,))) == [expected, expected]
+
+
+def _joins_at_an_agent(port: int, attempt: int) -> int:
+    join_here(join_seconds=5, address="127.0.0.1", port=port, agent_hosts_store=True, attempt=attempt)
+    total = summed(attempt)
+    sys.stdout.flush()
+    os._exit(total)  # no goodbye: the group's addresses stay in the agent's store
+
+
+def test_restarted_ranks_find_each_other_and_not_their_predecessors() -> None:
+    # torchrun's agent keeps its store for all attempts.
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in range(4):
+        results = run_ranks(_joins_at_an_agent, 2, args=(agent.port, attempt))
+        assert [result.exitcode for result in results] == [2 * attempt, 2 * attempt], results
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+# Name, the values of ranks 0 and 1, the operation, and the result on both.
+REDUCTIONS: list[tuple[str, list[Any], torch.dtype, Any, Any]] = [
+    ("mean of floats", [1.0, 2.0], torch.float32, "mean", 1.5),
+    ("mean, as torch calls it", [1.0, 2.0], torch.float32, "avg", 1.5),
+    ("mean, in capitals", [1.0, 2.0], torch.float32, "MEAN", 1.5),
+    ("mean, as an operation", [1.0, 2.0], torch.float32, dist.ReduceOp.AVG, 1.5),
+    ("mean of doubles", [0.1, 0.1], torch.float64, "mean", 0.1),
+    ("mean of bfloat16", [1.0, 2.0], torch.bfloat16, "mean", 1.5),
+    ("mean of float16", [1.0, 2.0], torch.float16, "mean", 1.5),
+    ("mean of complex numbers", [1 + 1j, 3 + 3j], torch.complex64, "mean", 2 + 2j),
+    ("mean of integers", [4, 8], torch.int64, "mean", 6),
+    ("mean of integers, towards zero", [1, 2], torch.int64, "mean", 1),
+    ("mean of negative integers, towards zero", [-1, -2], torch.int64, "mean", -1),
+    ("mean of large integers", [2**53 + 1, 2**53 + 1], torch.int64, "mean", 2**53 + 1),
+    ("mean of small integers", [100, 120], torch.int8, "mean", 110),
+    ("mean of bytes", [200, 250], torch.uint8, "mean", 225),
+    ("mean of a type that gloo lacks", [1000, 3000], torch.int16, "mean", 2000),
+    ("sum", [1.5, 2.0], torch.float32, "sum", 3.5),
+    ("sum of integers", [3, 4], torch.int64, dist.ReduceOp.SUM, 7),
+    ("sum, when nothing is said", [3, 4], torch.int32, None, 7),
+    ("max", [3, 4], torch.int64, "max", 4),
+    ("max, as an operation", [4.0, 3.0], torch.float32, dist.ReduceOp.MAX, 4.0),
+    ("min", [3, 4], torch.int64, "Min", 3),
+    ("product", [3, 4], torch.int64, "product", 12),
+]
+
+
+def _reduces() -> dict[str, tuple[Any, bool]]:
+    join_here(backend=COMPOUND)
+    found = {}
+    for name, given, dtype, op, _ in REDUCTIONS:
+        tensor = torch.tensor([given[dist.get_rank()]] * 2, dtype=dtype)
+        before = tensor.data_ptr()
+        result = reduce(tensor, None, op)
+        in_place = result is tensor and result.data_ptr() == before and result.dtype == dtype
+        found[name] = (result.tolist(), in_place)
+    return found
+
+
+def test_reduce() -> None:
+    expected = {name: ([result, result], True) for name, _, _, _, result in REDUCTIONS}
+    for found in values(run_ranks(_reduces, 2)):
+        assert found == expected
+
+
+def _reduces_in_a_group() -> float:
+    pair = dist.new_group([0, 2])
+    value = torch.tensor(float(dist.get_rank()))
+    return float(reduce(value, pair, "mean")) if dist.get_rank() != 1 else -1.0
+
+
+def test_the_mean_of_a_group_divides_by_its_size() -> None:
+    assert values(run_ranks(_reduces_in_a_group, 3, init_process_group="gloo")) == [1.0, -1.0, 1.0]
+
+
+def test_without_a_group_there_is_nobody_to_ask() -> None:
+    tensor = torch.tensor(3)
+    assert reduce(tensor, None, "mean") is tensor
+    assert int(tensor) == 3
+    barrier(CPU)
+
+
+def _passes_a_barrier(late_seconds: float) -> tuple[float, float]:
+    join_here(backend=COMPOUND)
+    barrier(CPU)
+    if dist.get_rank() == 1:
+        time.sleep(late_seconds)
+    before = time.time()
+    barrier(CPU)
+    return before, time.time()
+
+
+def test_nobody_passes_a_barrier_before_the_last_has_come() -> None:
+    times = values(run_ranks(_passes_a_barrier, 3, args=(0.3,)))
+    assert min(after for _, after in times) >= max(before for before, _ in times)
+
+
+def test_wait_until() -> None:
+    answers = iter([False, False, True])
+    assert wait_until(lambda: next(answers), seconds=5, poll_seconds=0.001)
+    assert not wait_until(lambda: False, seconds=0.01, poll_seconds=0.001)
+
+
+# ---- what Lightning makes of the name, and what we do ----------------------------------------------------------------
+
+
+def stock() -> DDPStrategy:
+    return DDPStrategy(process_group_backend=COMPOUND)
+
+
+def ours() -> AirStrategy:
+    return AirStrategy(process_group_backend=COMPOUND)
+
+
+class Watching(Regression):
+    """Says in which mode it is validated, and whether a mean of integers works there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.found["inference mode"] = torch.is_inference_mode_enabled()
+        self.found["gradients"] = torch.is_grad_enabled()
+        for name, tensor in (("integers", torch.tensor(dist.get_rank())), ("floats", torch.tensor(1.5))):
+            try:
+                self.found[name] = self.trainer.strategy.reduce(tensor, reduce_op="mean").item()
+            except Exception as error:  # noqa: BLE001 - which one is what the test looks at
+                self.found[name] = f"{type(error).__name__}: {error}"
+
+
+def _say_whether_the_group_is_left() -> None:
+    print(f"group at exit: {dist.is_initialized()}", flush=True)
+
+
+def _fits(strategy: Callable[[], ParallelStrategy]) -> dict[str, Any]:
+    atexit.register(_say_whether_the_group_is_left)  # registered first, so it runs last
+    module = Watching()
+    trainer = Trainer(**fast_trainer_kwargs(os.curdir, strategy=strategy(), devices=2, max_steps=1))  # type: ignore[arg-type]
+    trainer.fit(module, loader(2, trainer.global_rank), loader(2, trainer.global_rank))
+    return {**module.found, "name": dist.get_backend()}
+
+
+@pytest.fixture(scope="module")
+def stock_fit() -> list[RankResult]:
+    return run_ranks(_fits, 2, args=(stock,))
+
+
+@pytest.fixture(scope="module")
+def our_fit() -> list[RankResult]:
+    return run_ranks(_fits, 2, args=(ours,))
+
+
+def test_both_have_the_compound_name(stock_fit: list[RankResult], our_fit: list[RankResult]) -> None:
+    assert [found["name"] for found in values(stock_fit) + values(our_fit)] == [COMPOUND] * 4
+
+
+def test_stock_validates_in_inference_mode(stock_fit: list[RankResult]) -> None:
+    # Which gloo's collectives do not work in: Lightning avoids it for "gloo", and misses the compound name.
+    assert [found["inference mode"] for found in values(stock_fit)] == [True, True]
+
+
+def test_ours_validates_without_gradients_and_without_inference_mode(our_fit: list[RankResult]) -> None:
+    assert [(found["inference mode"], found["gradients"]) for found in values(our_fit)] == [(False, False)] * 2
+
+
+def test_stock_cannot_take_a_mean(stock_fit: list[RankResult]) -> None:
+    for found in values(stock_fit):
+        assert "AVG" in found["integers"]
+        assert "AVG" in found["floats"]
+
+
+def test_ours_takes_a_mean(our_fit: list[RankResult]) -> None:
+    assert [(found["integers"], found["floats"]) for found in values(our_fit)] == [(0, 1.5)] * 2
+
+
+def test_stock_leaves_the_group_at_exit(stock_fit: list[RankResult]) -> None:
+    values(stock_fit)
+    assert all("group at exit: True" in result.output for result in stock_fit)
+
+
+def test_ours_destroys_the_group_at_exit(our_fit: list[RankResult]) -> None:
+    values(our_fit)
+    assert all("group at exit: False" in result.output for result in our_fit)
+
+
+SCRIPT = """
+import atexit
+import torch.distributed as dist
+atexit.register(lambda: print("at exit:", dist.is_initialized()))
+from datetime import timedelta
+import torch
+from lightning_air.strategy.process_group import Membership, join
+alone = Membership(global_rank=0, world_size=1, ranks_per_node=1, address="", port=0)
+second = timedelta(seconds=1)
+for _ in range(2):
+    join(alone, backend="gloo", timeout=second, join_timeout=second, device=torch.device("cpu"))
+print("while it ran:", dist.is_initialized())
+"""
+
+
+def test_a_script_ends_without_a_group() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=current_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert ended.stdout.splitlines() == ["while it ran: True", "at exit: False"]
+
+
+@pytest.fixture
+def barriers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What is handed to torch's barrier, as there is no NCCL here to hand it to."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "barrier", lambda **options: calls.append(options))
+    with group_of_one(COMPOUND):
+        yield calls
+
+
+def test_stock_barrier_names_no_device_under_the_compound_name(
+    barriers: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = DDPStrategy(parallel_devices=[torch.device("cuda", 0), CUDA])
+    for name, said in (("nccl", {"device_ids": [0]}), ("cpu:gloo,cuda:nccl", {})):
+        monkeypatch.setattr(dist, "get_backend", lambda name=name: name)
+        strategy.barrier()
+        assert barriers.pop() == said
+
+
+def test_our_barrier_names_the_device_where_nccl_carries_it(
+    barriers: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier(CUDA)
+    assert barriers.pop() == {"device_ids": None}  # gloo takes none
+    monkeypatch.setattr(process_group, "backend_for", lambda _: "nccl")
+    barrier(CUDA)
+    assert barriers.pop() == {"device_ids": [1]}
+    barrier(CPU)
+    assert barriers.pop() == {"device_ids": None}
+
+
+def _fits_in_a_group_of_another(strategy: Callable[[], ParallelStrategy]) -> tuple[int, int]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module: LightningModule = Regression()
+    trainer = Trainer(**fast_trainer_kwargs(os.curdir, strategy=strategy(), devices=2, max_steps=1))  # type: ignore[arg-type]
+    trainer.fit(module, loader(2, trainer.global_rank))
+    return trainer.world_size, dist.get_world_size()
+
+
+def test_stock_trains_two_models_in_two_groups_of_one() -> None:
+    assert values(run_ranks(_fits_in_a_group_of_another, 2, args=(stock,))) == [(2, 1), (2, 1)]
+
+
+def test_ours_refuses_a_group_of_another() -> None:
+    for rank, result in enumerate(run_ranks(_fits_in_a_group_of_another, 2, args=(ours,))):
+        assert result.error is not None
+        assert f"this process is rank 0 of 1, but the launch makes it rank {rank} of 2" in result.error
