@@ -140,6 +140,7 @@ class AirStrategy(ParallelStrategy):
         self._agreed_stop: Stop | None = None
         self._stop_exchange: StopExchange | None = None
         self._control_group: dist.ProcessGroup | None = None
+        self._control_world: dist.ProcessGroup | None = None  # the default group that it was made in
         self._failure_watch: FailureWatch | None = None
         self._validation_exchanges_left = 0
         self._trainer: Trainer | None = None
@@ -217,6 +218,7 @@ class AirStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Make or check the process group. Collective: every rank calls this."""
         assert self.accelerator is not None
+        self.set_world_ranks()  # a forked rank has learnt which one it is since the Trainer was built
         self.accelerator.setup_device(self.root_device)  # before NCCL opens a context on it
         membership = self._membership()
         join(
@@ -227,8 +229,10 @@ class AirStrategy(ParallelStrategy):
             device=self.root_device,
         )
         if membership.world_size > 1:
-            # The exchange of stops must not share a group with anything: its order is its own.
-            self._control_group = dist.new_group(backend="gloo", timeout=self.options.timeout)
+            if self._control_group is None or self._control_world is not dist.group.WORLD:
+                # The exchange of stops must not share a group with anything: its order is its own.
+                self._control_group = dist.new_group(backend="gloo", timeout=self.options.timeout)
+                self._control_world = dist.group.WORLD
             # Private: a store has no public getter; the failure watch talks through a connection of its own.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined] # noqa: SLF001
             self._failure_watch = FailureWatch(membership, store, abort=self._abort_collectives)
@@ -388,6 +392,7 @@ class AirStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._stop_exchange = None  # its last reduction may wait for a rank that is gone
         if self._failure_watch is not None and self._agreed_stop is None:
             self._failure_watch.on_exception(exception)
 
@@ -395,7 +400,7 @@ class AirStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """End what `setup` began. Called on every rank, also after an exception."""
         try:
-            if self._stop_exchange is not None and self._agreed_stop is None:
+            if self._stop_exchange is not None:
                 self._stop_exchange.drain()
         finally:
             self._stop_exchange = None

@@ -106,6 +106,8 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
                 "AirStrategy shards with FSDP2. Remove the wrapping, or use fully_shard in configure_model."
             )
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._layer_sync is not None:  # Trainer(sync_batchnorm=True); the stock base forgets it
+            self._layer_sync.apply(module)
         checkpoint_activations(module, self.options.activation_checkpointing)
         self.model = self._shard(module, compiler=self._compiler)
         if is_fitting:

@@ -76,38 +76,42 @@ def run_node_commands(
                 placement = Placement(
                     global_rank=node_rank * ranks_per_node, world_size=nodes * ranks_per_node, num_nodes=nodes
                 )
-                environment = current_environment() | node_command_variables(placement, address, port)
-                prefix: list[str] = []
-                if namespaces is not None:
-                    environment["GLOO_SOCKET_IFNAME"] = namespaces[node_rank].interface
-                    prefix = ["ip", "netns", "exec", namespaces[node_rank].name]
-                with outputs[node_rank].open("wb") as output:
-                    process = subprocess.Popen(
-                        [*prefix, *argv],
-                        cwd=cwd or start_dir,
-                        env=overridden(environment, env, node_rank),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                processes.append(process)
+                variables = current_environment() | node_command_variables(placement, address, port)
+                namespace = namespaces[node_rank] if namespaces else None
+                if namespace is not None:
+                    variables["GLOO_SOCKET_IFNAME"] = namespace.interface
+                variables = overridden(variables, env, node_rank)
+                processes.append(_start(argv, variables, cwd or start_dir, outputs[node_rank], namespace))
             ends = [_wait(process, started_seconds + timeout_seconds) for process in processes]
         finally:
             for process in processes:
                 _kill_group(process)
         return [
             NodeResult(
-                node_rank=node_rank,
-                returncode=process.returncode,
-                output=output_path.read_text(errors="replace"),
-                seconds=end_seconds - started_seconds,
-                is_timed_out=is_timed_out,
+                node_rank, process.returncode, output.read_text(errors="replace"), end - started_seconds, is_late
             )
-            for node_rank, (process, output_path, (end_seconds, is_timed_out)) in enumerate(
-                zip(processes, outputs, ends, strict=True)
-            )
+            for node_rank, (process, output, (end, is_late)) in enumerate(zip(processes, outputs, ends, strict=True))
         ]
+
+
+def _start(
+    argv: Sequence[str],
+    variables: dict[str, str],
+    cwd: str | os.PathLike[str],
+    output_path: Path,
+    namespace: Namespace | None,
+) -> subprocess.Popen[bytes]:
+    prefix = ["ip", "netns", "exec", namespace.name] if namespace is not None else []
+    with output_path.open("wb") as output:
+        return subprocess.Popen(
+            [*prefix, *argv],
+            cwd=cwd,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _wait(process: subprocess.Popen[bytes], deadline_seconds: float) -> tuple[float, bool]:

@@ -337,6 +337,33 @@ def test_a_model_on_the_meta_device_is_built_after_sharding() -> None:
     assert first.losses[-1] < first.losses[0]
 
 
+class WithBatchNorm(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+
+def layers_with_sync_batchnorm(sharding: str) -> bool:
+    kwargs = fast_trainer_kwargs(".", strategy=AirStrategy(sharding), sync_batchnorm=True, limit_val_batches=0)
+    seen: list[bool] = []
+
+    class Look(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.append(isinstance(pl_module.norm, nn.SyncBatchNorm))
+
+    trainer = Trainer(**{**kwargs, "max_steps": 1, "max_epochs": -1, "callbacks": [Look()]})
+    # The layer itself needs a GPU; the model does not call it.
+    module = WithBatchNorm()
+    trainer.fit(module, loader(), loader())
+    return seen[0]
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "hsdp"])  # DDP itself refuses the layer on the CPU
+def test_sync_batchnorm_is_applied(sharding: str) -> None:
+    results = run_ranks(layers_with_sync_batchnorm, 1, args=(sharding,), warnings_as_errors=False)
+    assert values(results) == [True]
+
+
 # ---- memory options --------------------------------------------------------------------------------------------------
 
 
