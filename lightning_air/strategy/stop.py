@@ -71,7 +71,9 @@ class StopExchange:
             return None if self._reason is None else Stop(self._rank, self._reason)
         self._steps += 1
         if self._pending is not None:
-            return self._finish_exchange()
+            stop = self._finish_exchange()
+            if stop is not None:
+                return stop
         if self._steps_left > 0:
             self._steps_left -= 1
         else:
@@ -103,7 +105,7 @@ class StopExchange:
         asking, microseconds = values.tolist()
         if asking:
             return Stop(asking - 1, self._reason_of(asking - 1))
-        self._steps_left = max(0, int(self._interval_seconds * 1e6 / max(microseconds, 1)) - 2)
+        self._steps_left = max(0, int(self._interval_seconds * 1e6 / max(microseconds, 1)) - 1)
         return None
 
     def _reason_of(self, rank: int) -> str:

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -438,32 +440,38 @@ def ours() -> AirStrategy:
 
 
 class Watching(Regression):
-    """Says in which mode it is validated, and whether a mean of integers works there."""
+    """Says in which mode it is validated."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, Any] = {}
+        self.modes: list[tuple[bool, bool]] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.found["inference mode"] = torch.is_inference_mode_enabled()
-        self.found["gradients"] = torch.is_grad_enabled()
-        for name, tensor in (("integers", torch.tensor(dist.get_rank())), ("floats", torch.tensor(1.5))):
-            try:
-                self.found[name] = self.trainer.strategy.reduce(tensor, reduce_op="mean").item()
-            except Exception as error:  # noqa: BLE001 - which one is what the test looks at
-                self.found[name] = f"{type(error).__name__}: {error}"
+        self.modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a fit and a validation after it have seen."""
+
+    backend: str
+    modes: set[tuple[bool, bool]]
 
 
 def _say_whether_the_group_is_left() -> None:
-    print(f"group at exit: {dist.is_initialized()}", flush=True)
+    sys.stdout.write(f"group at exit: {dist.is_initialized()}\n")
 
 
-def _fits(strategy: Callable[[], ParallelStrategy]) -> dict[str, Any]:
+def _fits(strategy: Callable[[], ParallelStrategy]) -> Found:
     atexit.register(_say_whether_the_group_is_left)  # registered first, so it runs last
     module = Watching()
-    trainer = Trainer(**fast_trainer_kwargs(os.curdir, strategy=strategy(), devices=2, max_steps=1))  # type: ignore[arg-type]
-    trainer.fit(module, loader(2, trainer.global_rank), loader(2, trainer.global_rank))
-    return {**module.found, "name": dist.get_backend()}
+    options = fast_trainer_kwargs(Path.cwd(), strategy=strategy(), devices=2, max_steps=1)
+    trainer = Trainer(**options, num_sanity_val_steps=0, limit_val_batches=1)
+    val_loader = loader(2, trainer.global_rank)
+    trainer.fit(module, loader(2, trainer.global_rank), val_loader)
+    module.modes.clear()  # inside of a fit, Lightning never uses inference mode
+    trainer.validate(module, val_loader, verbose=False)
+    return Found(dist.get_backend(), set(module.modes))
 
 
 @pytest.fixture(scope="module")
@@ -477,26 +485,16 @@ def our_fit() -> list[RankResult]:
 
 
 def test_both_have_the_compound_name(stock_fit: list[RankResult], our_fit: list[RankResult]) -> None:
-    assert [found["name"] for found in values(stock_fit) + values(our_fit)] == [COMPOUND] * 4
+    assert [found.backend for found in values(stock_fit) + values(our_fit)] == [COMPOUND] * 4
 
 
 def test_stock_validates_in_inference_mode(stock_fit: list[RankResult]) -> None:
-    # Which gloo's collectives do not work in: Lightning avoids it for "gloo", and misses the compound name.
-    assert [found["inference mode"] for found in values(stock_fit)] == [True, True]
+    # In which not all of gloo's collectives work: Lightning avoids it for "gloo", and misses the compound name.
+    assert [found.modes for found in values(stock_fit)] == [{(True, False)}] * 2
 
 
 def test_ours_validates_without_gradients_and_without_inference_mode(our_fit: list[RankResult]) -> None:
-    assert [(found["inference mode"], found["gradients"]) for found in values(our_fit)] == [(False, False)] * 2
-
-
-def test_stock_cannot_take_a_mean(stock_fit: list[RankResult]) -> None:
-    for found in values(stock_fit):
-        assert "AVG" in found["integers"]
-        assert "AVG" in found["floats"]
-
-
-def test_ours_takes_a_mean(our_fit: list[RankResult]) -> None:
-    assert [(found["integers"], found["floats"]) for found in values(our_fit)] == [(0, 1.5)] * 2
+    assert [found.modes for found in values(our_fit)] == [{(False, False)}] * 2
 
 
 def test_stock_leaves_the_group_at_exit(stock_fit: list[RankResult]) -> None:
@@ -507,6 +505,21 @@ def test_stock_leaves_the_group_at_exit(stock_fit: list[RankResult]) -> None:
 def test_ours_destroys_the_group_at_exit(our_fit: list[RankResult]) -> None:
     values(our_fit)
     assert all("group at exit: False" in result.output for result in our_fit)
+
+
+def _means_of_integers(strategy: Callable[[], ParallelStrategy]) -> float:
+    tensor = torch.tensor(4 * dist.get_rank())
+    return float(strategy().reduce(tensor, reduce_op="mean"))
+
+
+def test_stock_cannot_take_a_mean_of_integers() -> None:
+    for result in run_ranks(_means_of_integers, 2, args=(stock,), init_process_group=COMPOUND):
+        assert result.error is not None
+        assert "can't be cast" in result.error or "AVG" in result.error
+
+
+def test_ours_takes_a_mean_of_integers() -> None:
+    assert values(run_ranks(_means_of_integers, 2, args=(ours,), init_process_group=COMPOUND)) == [2.0, 2.0]
 
 
 SCRIPT = """
@@ -570,8 +583,9 @@ def test_our_barrier_names_the_device_where_nccl_carries_it(
 def _fits_in_a_group_of_another(strategy: Callable[[], ParallelStrategy]) -> tuple[int, int]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     module: LightningModule = Regression()
-    trainer = Trainer(**fast_trainer_kwargs(os.curdir, strategy=strategy(), devices=2, max_steps=1))  # type: ignore[arg-type]
-    trainer.fit(module, loader(2, trainer.global_rank))
+    options = fast_trainer_kwargs(Path.cwd(), strategy=strategy(), devices=2, max_steps=1, limit_val_batches=0)
+    trainer = Trainer(**options)
+    trainer.fit(module, loader(2, trainer.global_rank), loader(2, trainer.global_rank))
     return trainer.world_size, dist.get_world_size()
 
 
