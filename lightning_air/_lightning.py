@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Private: re-initialises modules that were built on the meta device, once they are sharded. It is what the
-# stock ModelParallelStrategy runs in its own `setup`, which ours replaces.
-from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_meta_module
-
 # Private: moves optimizer state to the device, which the stock strategies do at the end of `setup`.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -65,7 +61,6 @@ __all__ = [
     "WeightAveraging",
     "all_parts",
     "is_overridden",
-    "materialize_meta_module",
     "optimizers_to_device",
     "other_package_hint",
     "rank_zero_info",

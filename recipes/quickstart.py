@@ -36,6 +36,16 @@ VAL_EVERY_STEPS = 100
 NUM_BYTES = 256  # A token is a byte, so there is no tokenizer.
 
 
+def rotated(x: Tensor) -> Tensor:
+    """Turn pairs of features by angles that grow with the position: attention then sees how far apart bytes are."""
+    length, width = x.shape[-2:]
+    speeds = 1000 ** -torch.linspace(0, 1, width // 2, device=x.device)  # radians per byte
+    angles = torch.arange(length, device=x.device)[:, None] * speeds
+    left, right = x.chunk(2, dim=-1)
+    pairs = (left * angles.cos() - right * angles.sin(), left * angles.sin() + right * angles.cos())
+    return torch.cat(pairs, dim=-1).type_as(x)
+
+
 class Block(nn.Module):
     """Attention and a feed-forward layer, each added to its input. `sharding="fsdp"` shards the model by these."""
 
@@ -55,7 +65,7 @@ class Block(nn.Module):
         batch, length, width = x.shape
         heads = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each of shape (batch, heads, length, width of a head)
-        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = scaled_dot_product_attention(rotated(query), rotated(key), value, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
         out: Tensor = x + self.feed_forward(x)
         return out
@@ -65,10 +75,10 @@ class ByteGPT(LightningModule):
     """A GPT over bytes: from the bytes so far it tells how likely each next byte is.
 
     Args:
-        width: Size of the activations, a multiple of `num_heads`.
+        width: Size of the activations, a multiple of twice `num_heads`.
         num_blocks: Number of blocks.
         num_heads: Attention heads in a block.
-        context_bytes: How far the model looks back.
+        context_bytes: How far the model looks back when it writes; as in the data.
         learning_rate: Its highest value, which follows `warmup_steps`.
         warmup_steps: Optimizer steps in which the learning rate rises.
         decay_steps: The optimizer step by which it has fallen to a tenth, along a cosine.
@@ -92,7 +102,6 @@ class ByteGPT(LightningModule):
         self.warmup_steps = warmup_steps
         self.decay_steps = decay_steps
         self.byte_embedding = nn.Embedding(NUM_BYTES, width)
-        self.position_embedding = nn.Embedding(context_bytes, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, NUM_BYTES, bias=False))
         for parameter in self.parameters():
@@ -103,7 +112,7 @@ class ByteGPT(LightningModule):
     @override
     def forward(self, text: Tensor) -> Tensor:
         """Return the logits of each next byte: from bytes (batch, length) to (batch, length, 256)."""
-        x = self.byte_embedding(text) + self.position_embedding.weight[: text.shape[1]]
+        x = self.byte_embedding(text)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(x)

@@ -78,6 +78,19 @@ def test_variables_are_inherited_added_and_removed(monkeypatch: pytest.MonkeyPat
     assert values(run_ranks(_variable, 1, args=("RANK",), env={"RANK": None})) == [None]
 
 
+def _environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def test_nothing_of_the_fork_servers_own_environment_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    [environment] = values(run_ranks(_environment, 1))
+    assert "OPENBLAS_NUM_THREADS" not in environment
+    assert environment["PYTHONPATH"] == "ours"
+    assert environment["OMP_NUM_THREADS"] == "1"
+
+
 @dataclass(frozen=True)
 class _Preload:
     is_in_server: bool

@@ -123,7 +123,8 @@ def _fail() -> None:
 
 
 def _leave_a_file_open() -> str:
-    open(__file__).read()  # noqa: PTH123, SIM115
+    cycle: list[Any] = [open(__file__)]  # noqa: PTH123, SIM115
+    cycle.append(cycle)
     return "did not notice"
 
 

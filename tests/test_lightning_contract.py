@@ -566,7 +566,8 @@ class _AskRank1ToStop(Callback):
 
 def _train_until_stopped() -> tuple[int, str, int]:
     strategy = AirStrategy()
-    options = fast_trainer_kwargs(Path.cwd(), strategy=strategy, max_epochs=-1, max_steps=5000)
+    # No validation: the strategy itself exchanges stops there.
+    options = fast_trainer_kwargs(Path.cwd(), strategy=strategy, max_epochs=-1, max_steps=5000, limit_val_batches=0)
     trainer = Trainer(**options, callbacks=[_AskRank1ToStop()])
     try:
         trainer.fit(Regression(), *[loader(2, trainer.global_rank)] * 2)

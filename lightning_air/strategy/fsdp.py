@@ -31,8 +31,8 @@ from lightning_air._lightning import (
     Trainer,
     TrainerFn,
     WeightAveraging,
-    materialize_meta_module,
     optimizers_to_device,
+    rank_zero_warn,
     to_uncompiled,
 )
 from lightning_air.strategy.air import AirStrategy
@@ -44,7 +44,7 @@ from lightning_air.strategy.blocks import (
 )
 from lightning_air.strategy.checkpoint_io import is_collective
 from lightning_air.strategy.options import StrategyOptions
-from lightning_air.strategy.sharding import is_sharded, set_gradient_sync, shard_module
+from lightning_air.strategy.sharding import is_sharded, materialize, set_gradient_sync, shard_module
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -144,7 +144,15 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
                 "model already. Remove one of the two."
             )
         self._has_sharded |= needs_sharding
-        materialize_meta_module(module, self.root_device)
+        # Under CPU offload FSDP2 wants the shards in host memory, while buffers, which stay whole, go to the device.
+        without_values = materialize(module, torch.device("cpu") if self.options.cpu_offload else self.root_device)
+        if without_values:
+            rank_zero_warn(
+                f"{', '.join(without_values)}: built on the meta device and without a `reset_parameters` method, so their "
+                "weights are what the memory held. Define it, or load a checkpoint before training."
+            )
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(self.root_device)
         return converted if self.options.cpu_offload else converted.to(self.root_device)
 
     def _roots(self, module: LightningModule) -> list[nn.Module]:

@@ -4,6 +4,7 @@ Collective: every rank calls `shard_module` with the same module tree.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,28 @@ def shard_module(
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
 
 
+def materialize(module: nn.Module, device: torch.device) -> list[str]:
+    """Give memory and first values to what was built on the meta device, and to nothing else.
+
+    Values come from each module's own `reset_parameters`, after sharding, so that no rank ever holds the whole model.
+
+    Returns:
+        The names of the classes that have meta tensors and no `reset_parameters`: their values are what the memory held,
+        until a checkpoint is loaded.
+    """
+    holders = [part for part in module.modules() if any(tensor.is_meta for tensor in _own_tensors(part))]
+    for holder in holders:
+        holder.to_empty(device=device, recurse=False)
+    without_values = set()
+    for holder in holders:
+        reset_parameters = getattr(holder, "reset_parameters", None)
+        if callable(reset_parameters):
+            reset_parameters()
+        else:
+            without_values.add(type(holder).__name__)
+    return sorted(without_values)
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Return whether any part of `module` is sharded already, by us or by the user's `configure_model`."""
     return any(isinstance(part, FSDPModule) for part in module.modules()) or any(
@@ -62,6 +85,10 @@ def set_gradient_sync(module: nn.Module, *, enabled: bool) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
 def _whole_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -55,7 +55,7 @@ class StopExchange:
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._steps_left = 0
         self._steps = 0
-        self._last_exchange_seconds = clock()
+        self._last_exchange_seconds: float | None = None
         self.num_exchanges = 0
 
     def request(self, reason: str) -> None:
@@ -88,8 +88,10 @@ class StopExchange:
             work.wait()
 
     def _start_exchange(self) -> None:
-        now = self._clock()
-        microseconds = int((now - self._last_exchange_seconds) / self._steps * 1e6)
+        now, before = self._clock(), self._last_exchange_seconds
+        # The first has no batch before it to measure, so the next one follows at once.
+        batch_seconds = self._interval_seconds if before is None else (now - before) / self._steps
+        microseconds = int(batch_seconds * 1e6)
         self._last_exchange_seconds, self._steps = now, 0
         asking = 0 if self._reason is None else self._rank + 1
         values = torch.tensor([asking, microseconds], dtype=torch.int64)

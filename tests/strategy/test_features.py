@@ -329,10 +329,27 @@ def train_on_meta() -> Outcome:
     return outcome
 
 
+class OnMetaWithoutReset(OnMeta):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.offset = nn.Parameter(torch.empty(1, device="meta"))
+
+
+def train_without_reset() -> None:
+    train({"sharding": "fsdp"}, module=OnMetaWithoutReset())
+
+
+def test_meta_weights_that_nothing_initialises_are_named() -> None:
+    # The warning is an error here; DTensor's own about CPU meshes comes later.
+    (result,) = run_ranks(train_without_reset, 1)
+    assert "Net: built on the meta device and without a `reset_parameters` method" in (result.error or "")
+
+
 def test_a_model_on_the_meta_device_is_built_after_sharding() -> None:
     # DTensor warns that random numbers on a CPU mesh are only lightly supported.
     first, second = on_two_ranks(train_on_meta, warnings_as_errors=False)
     assert first.extra["finite"]
+    assert first.losses[0] < 100  # the scale, which is not on the meta device, has kept its value of one
     assert first.losses == second.losses
     assert first.losses[-1] < first.losses[0]
 

@@ -51,8 +51,8 @@ STEP_SECONDS = 0.1
 LAST_MOMENT = 24  # two intervals and more of steps
 
 
-def _stops(scenarios: list[Requests]) -> list[tuple[int, Stop]]:
-    return [stop_with_requests(requests, itertools.repeat(STEP_SECONDS)) for requests in scenarios]
+def _stops(scenarios: list[Requests], step_seconds: float = STEP_SECONDS) -> list[tuple[int, Stop]]:
+    return [stop_with_requests(requests, itertools.repeat(step_seconds)) for requests in scenarios]
 
 
 def test_all_ranks_stop_at_the_same_call_whoever_asks_and_when() -> None:
@@ -63,6 +63,12 @@ def test_all_ranks_stop_at_the_same_call_whoever_asks_and_when() -> None:
         assert stop == Stop(rank, f"rank {rank} after {after}")
         # The docstring's promise: an interval and two batches.
         assert after < call <= after + INTERVAL_SECONDS / STEP_SECONDS + 2
+
+
+def test_slow_steps_stop_after_the_next_one() -> None:
+    scenarios: list[Requests] = [[(rank, after)] for rank in range(2) for after in range(6)]
+    for found in values(run_ranks(_stops, 2, args=(scenarios, 10.0), init_process_group="gloo")):
+        assert [call for call, _ in found] == [after + 1 for [(_, after)] in scenarios]
 
 
 def test_when_several_ask_the_highest_is_named_with_its_own_reason() -> None:
