@@ -148,8 +148,8 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
         without_values = materialize(module, torch.device("cpu") if self.options.cpu_offload else self.root_device)
         if without_values:
             rank_zero_warn(
-                f"{', '.join(without_values)}: built on the meta device and without a `reset_parameters` method, so their "
-                "weights are what the memory held. Define it, or load a checkpoint before training."
+                f"{', '.join(without_values)}: built on the meta device and without a `reset_parameters` method, so "
+                "their weights are what the memory held. Define it, or load a checkpoint before training."
             )
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.root_device)

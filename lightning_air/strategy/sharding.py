@@ -57,8 +57,8 @@ def materialize(module: nn.Module, device: torch.device) -> list[str]:
     Values come from each module's own `reset_parameters`, after sharding, so that no rank ever holds the whole model.
 
     Returns:
-        The names of the classes that have meta tensors and no `reset_parameters`: their values are what the memory held,
-        until a checkpoint is loaded.
+        The names of the classes that have meta tensors and no `reset_parameters`: their values are what the memory
+        held, until a checkpoint is loaded.
     """
     holders = [part for part in module.modules() if any(tensor.is_meta for tensor in _own_tensors(part))]
     for holder in holders:

@@ -329,10 +329,16 @@ def train_on_meta() -> Outcome:
     return outcome
 
 
-class OnMetaWithoutReset(OnMeta):
+class Offset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net.offset = nn.Parameter(torch.empty(1, device="meta"))
+        self.value = nn.Parameter(torch.empty(1, device="meta"))
+
+
+class OnMetaWithoutReset(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = Offset()
 
 
 def train_without_reset() -> None:
@@ -340,9 +346,8 @@ def train_without_reset() -> None:
 
 
 def test_meta_weights_that_nothing_initialises_are_named() -> None:
-    # The warning is an error here; DTensor's own about CPU meshes comes later.
-    (result,) = run_ranks(train_without_reset, 1)
-    assert "Net: built on the meta device and without a `reset_parameters` method" in (result.error or "")
+    (result,) = run_ranks(train_without_reset, 1)  # where a warning is an error
+    assert "Offset: built on the meta device and without a `reset_parameters` method" in (result.error or "")
 
 
 def test_a_model_on_the_meta_device_is_built_after_sharding() -> None:
