@@ -37,7 +37,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 __all__ = [
     "Callback",
@@ -54,6 +54,7 @@ __all__ = [
     "PathLike",
     "ReduceOp",
     "SIGTERMException",
+    "SaveConfigCallback",
     "Strategy",
     "StrategyRegistry",
     "Trainer",
@@ -72,12 +73,12 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
 
     def __getattr__(name: str) -> Any:
-        """Import LightningCLI when it is asked for: its module imports the extra `cli` and changes its settings."""
-        if name != "LightningCLI":
+        """Import what LightningCLI is made of when it is asked for: that imports the extra `cli`."""
+        if name not in {"LightningCLI", "SaveConfigCallback"}:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from lightning.pytorch.cli import LightningCLI  # noqa: PLC0415
+        from lightning.pytorch import cli  # noqa: PLC0415
 
-        return LightningCLI
+        return getattr(cli, name)
 
 
 def refuse_other_package(trainer: object, *parts: object) -> None:

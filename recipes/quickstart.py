@@ -2,7 +2,7 @@
 
     python recipes/quickstart.py                              all GPUs of this machine, or else two CPU processes
     torchrun --nproc-per-node=2 recipes/quickstart.py         as many processes as torchrun starts
-    python recipes/quickstart.py --resume --max-steps=1200    go on where the last run stopped
+    python recipes/quickstart.py --resume --max-steps=1400    go on where the last run stopped
 
 On Databricks AI Runtime the first line is the workload's command: it runs once per node, and AirStrategy does the rest.
 Nothing is downloaded. All files go to `quickstart_output/`: the MLflow database, and for each run a folder with its
@@ -31,7 +31,7 @@ from typing_extensions import override
 from lightning_air import AirStrategy
 from lightning_air.runtime import detect_launch
 
-MAX_STEPS = 800
+MAX_STEPS = 700
 VAL_EVERY_STEPS = 100
 NUM_BYTES = 256  # A token is a byte, so there is no tokenizer.
 
@@ -182,7 +182,7 @@ class StdlibBytes(LightningDataModule):
         num_val_windows: How many windows to validate on, spread over the held-out files.
     """
 
-    def __init__(self, *, context_bytes: int = 128, batch_size: int = 4, num_val_windows: int = 256) -> None:
+    def __init__(self, *, context_bytes: int = 128, batch_size: int = 8, num_val_windows: int = 256) -> None:
         super().__init__()
         self.context_bytes = context_bytes
         self.batch_size = batch_size
@@ -211,7 +211,7 @@ class StdlibBytes(LightningDataModule):
 
     @override
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.val_windows, batch_size=4 * self.batch_size)
+        return DataLoader(self.val_windows, batch_size=2 * self.batch_size)
 
 
 class Narrator(Callback):

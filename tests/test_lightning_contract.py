@@ -23,7 +23,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from torch import nn
 
@@ -56,7 +56,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
             "import_module",
             "__import__",
         }:
-            yield from ((arg.value, "", "") for arg in node.args if isinstance(arg, ast.Constant))
+            yield from ((str(arg.value), "", "") for arg in node.args if isinstance(arg, ast.Constant))
 
 
 def _is_host(module: str) -> bool:
@@ -366,7 +366,7 @@ def _signal_connector() -> None:
 def _sigterm_notifier() -> None:
     connector, heard = _trainer()._signal_connector, []
     assert len(_parameters(connector._sigterm_notifier_fn)) == 2
-    connector._sigterm_notifier_fn = lambda signum, frame: heard.append(signum)  # type: ignore[method-assign]
+    connector._sigterm_notifier_fn = lambda signum, _: heard.append(signum)  # type: ignore[method-assign]
     connector.register_signal_handlers()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -381,20 +381,26 @@ def _sigterm_broadcast() -> None:
 
 
 def _average_model() -> None:
-    callback = WeightAveraging()
+    callback: Any = WeightAveraging()
     assert callback._average_model is None
     module = Regression()
     callback.setup(_trainer(), module, "fit")
-    assert callback._average_model is not None
     assert isinstance(callback._average_model.module, Regression)
     assert callback._average_model.module is not module
 
 
-def _materialize() -> None:
-    with torch.device("meta"):
-        module = nn.Linear(2, 2)
-    _lightning.materialize_meta_module(module, torch.device("cpu"))
-    assert module.weight.device.type == "cpu"
+def _layer_sync() -> None:
+    plain, synced = (
+        Trainer(**fast_trainer_kwargs(Path.cwd(), strategy=AirStrategy("fsdp"), sync_batchnorm=wanted)).strategy
+        for wanted in (False, True)
+    )
+    assert isinstance(plain, ParallelStrategy)
+    assert plain._layer_sync is None
+    assert isinstance(synced, ParallelStrategy)
+    assert synced._layer_sync is not None
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    synced._layer_sync.apply(module)
+    assert isinstance(module[0], nn.SyncBatchNorm)
 
 
 def _optimizers_to_device() -> None:
@@ -444,7 +450,7 @@ PRIVATE = [
     ("_sigterm_notifier_fn", _sigterm_notifier, "SIGTERM would start a collective inside the signal handler"),
     ("_broadcast_sigterm_tensor", _sigterm_broadcast, "ranks would not stop together; every batch would wait for GPUs"),
     ("_average_model", _average_model, "weight averaging under fsdp would mix whole and sharded weights"),
-    ("_materialize_distributed_module", _materialize, "a model built on the meta device would stay there"),
+    ("_layer_sync", _layer_sync, "Trainer(sync_batchnorm=True) would do nothing under fsdp"),
     ("_optimizers_to_device", _optimizers_to_device, "optimizer state would stay on the host"),
     (
         "_MultiProcessingLauncher",
@@ -471,7 +477,7 @@ def test_a_private_name_is_as_we_know_it(check: Callable[[], None], breaks: str)
 NO_HOSTS = {"_air_checkpointed", "_air_compiled", "_exit", "_leaves", "_replace"}
 
 
-def test_no_private_name_is_missing_above() -> None:
+def test_the_private_names_above_are_those_that_we_use() -> None:
     theirs = {name for stock in STOCK for name in dir(stock())} | set(dir(LightningCLI)) | set(dir(ClusterEnvironment))
     used = {override.name for override in IN_FRONT_OF_A_HOST}
     for path in PACKAGE.rglob("*.py"):
@@ -482,7 +488,7 @@ def test_no_private_name_is_missing_above() -> None:
                 is_own = ast.unparse(node.value) in {"self", "super()"} and node.attr not in theirs
                 used |= set() if is_own else {node.attr}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
-    assert private - NO_HOSTS - {name for name, _, _ in PRIVATE} == set()
+    assert private - NO_HOSTS == {name for name, _, _ in PRIVATE}
 
 
 # ---- public places that we reach into, with no promise that they stay ------------------------------------------------

@@ -145,7 +145,7 @@ def _import_again(*missing: str) -> dict[str, Any]:
             place for place, a, b in zip(("environment", "threads", "files"), before, after, strict=True) if a != b
         ],
         "process group": torch.distributed.is_initialized(),
-        "cuda": torch.cuda.is_initialized(),
+        "cuda": torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
     }
 
 

@@ -5,15 +5,24 @@ our parts known (`class_path: AirStrategy`). Models and data are the user's, fro
 in the current directory included.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 from typing_extensions import override
 
-from lightning_air._lightning import LightningCLI, LightningModule, MisconfigurationException
+from lightning_air._lightning import (
+    LightningCLI,
+    LightningModule,
+    MisconfigurationException,
+    SaveConfigCallback,
+    Trainer,
+    rank_zero_warn,
+)
 
 _CONFIG_READERS = {"jsonargparse", "lightning", "lightning_air"}
 
@@ -55,15 +64,36 @@ class AirCLI(LightningCLI):
         return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
 
+class ResolvedConfig(SaveConfigCallback):
+    """Writes down what the run was told, options and defaults included, in the logger's folder or the Trainer's.
+
+    The base fails on a logger without a folder (MLflow's), and on the file of an earlier attempt of the same run. Here it
+    is overwritten, so its name must be none that users give to a file: the folder may be the current directory.
+    """
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the file, once. Collective: every rank calls this."""
+        folder = trainer.log_dir or trainer.default_root_dir  # a broadcast, so before any rank leaves
+        if self.already_saved or not trainer.is_global_zero:
+            return
+        self.already_saved = True
+        path = os.path.join(folder, self.config_filename)  # noqa: PTH118 - it may be a URL
+        try:
+            with fsspec.open(path, "w", auto_mkdir=True) as file:
+                file.write(self.parser.dump(self.config, skip_none=False))
+        except OSError as error:
+            rank_zero_warn(f"The configuration of this run could not be written to {path}: {error}")
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one of Lightning's four loops."""
     _make_current_directory_importable()
     AirCLI(
         args=list(arguments),
         parser_kwargs={"prog": "lightning-air"},
-        # A retry finds the file of the attempt before it, and the base would refuse to go on. It is overwritten, so it
-        # must not have the name of a file that users write: without a logger it lands in the current directory.
-        save_config_kwargs={"config_filename": f"resolved_{arguments[0]}_config.yaml", "overwrite": True},
+        save_config_callback=ResolvedConfig,
+        save_config_kwargs={"config_filename": f"resolved_{arguments[0]}_config.yaml"},
     )
     return 0
 

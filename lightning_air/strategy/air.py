@@ -6,11 +6,9 @@
 failing together, and who calls the CheckpointIO.
 """
 
-import functools
 from collections.abc import Sequence
 from datetime import timedelta
-from types import FrameType
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +21,6 @@ from lightning_air._lightning import (
     MultiProcessingLauncher,
     ParallelStrategy,
     PathLike,
-    SIGTERMException,
     StrategyRegistry,
     Trainer,
     TrainerFn,
@@ -33,9 +30,10 @@ from lightning_air._lightning import (
 )
 from lightning_air.strategy.checkpoint_io import is_collective
 from lightning_air.strategy.failure import FailureWatch
+from lightning_air.strategy.loop_stop import LoopStop
 from lightning_air.strategy.options import SHARDINGS, Sharding, StrategyOptions, check_options, check_sharding
 from lightning_air.strategy.process_group import Membership, backend_for, barrier, choose_backend, join, reduce
-from lightning_air.strategy.stop import Stop, StopExchange
+from lightning_air.strategy.stop import Stop
 from lightning_air.strategy.topology import (
     AIR_KINDS,
     AirEnvironment,
@@ -45,8 +43,6 @@ from lightning_air.strategy.topology import (
 )
 
 T = TypeVar("T")
-
-SIGTERM_EXIT_CODE = 128 + 15
 
 
 class AirStrategy(ParallelStrategy):
@@ -137,13 +133,10 @@ class AirStrategy(ParallelStrategy):
             broadcast_buffers=broadcast_buffers,
         )
         self._init_stock(self.options)
-        self._agreed_stop: Stop | None = None
-        self._stop_exchange: StopExchange | None = None
+        self._loop_stop: LoopStop | None = None
         self._control_group: dist.ProcessGroup | None = None
         self._control_world: dist.ProcessGroup | None = None  # the default group that it was made in
         self._failure_watch: FailureWatch | None = None
-        self._validation_exchanges_left = 0
-        self._trainer: Trainer | None = None
 
     def _init_stock(self, options: StrategyOptions) -> None:
         """Initialise the stock strategy that a leaf stands on."""
@@ -269,11 +262,10 @@ class AirStrategy(ParallelStrategy):
     def _prepare(self, trainer: Trainer) -> None:
         """Do what stands before every sharding's own setup."""
         refuse_other_package(trainer, *all_parts(trainer))
-        self._trainer = trainer
         if trainer.state.fn == TrainerFn.FITTING:
             self._refuse_frozen_model()
         self._choose_grad_mode(trainer)
-        self._hear_sigterm(trainer)
+        self._loop_stop = LoopStop(trainer, self.launcher, self._control_group, self.global_rank)
 
     def _refuse_frozen_model(self) -> None:
         assert self.lightning_module is not None
@@ -300,7 +292,7 @@ class AirStrategy(ParallelStrategy):
     @property
     def stop(self) -> Stop | None:
         """The stop that all ranks have agreed on, or None. Set before `on_exception` of callbacks is called."""
-        return self._agreed_stop
+        return None if self._loop_stop is None else self._loop_stop.agreed
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to leave the training loop at the same step, with `SIGTERMException`.
@@ -313,72 +305,23 @@ class AirStrategy(ParallelStrategy):
         Raises:
             RuntimeError: If no fit is running.
         """
-        if self._stop_exchange is None or self._trainer is None:
+        if self._loop_stop is None:
             raise RuntimeError(f"No fit is running that could be stopped ({reason!r}).")
-        self._stop_exchange.request(reason)
-        if self._control_group is None:  # one rank: nobody to agree with, and Lightning looks after this batch
-            self._agreed_stop = Stop(self.global_rank, reason)
-            # Private: the public Trainer.received_sigterm can only be read.
-            self._trainer._signal_connector.received_sigterm = True  # noqa: SLF001
-
-    def _hear_sigterm(self, trainer: Trainer) -> None:
-        """Replace Lightning's reaction to SIGTERM, which starts a collective inside the handler.
-
-        Two private names, for want of public ones: the handler that the signal connector registers after `setup`, and
-        the broadcast through the device that the training loop makes before each batch.
-        """
-        self._agreed_stop = None
-        self._stop_exchange = None
-        trainer._signal_connector._sigterm_notifier_fn = functools.partial(self._on_sigterm, trainer)  # type: ignore[method-assign] # noqa: SLF001
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._stop_exchange = StopExchange(self._control_group, self.global_rank)
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._stop_if_agreed  # type: ignore[method-assign] # noqa: SLF001
-
-    def _on_sigterm(self, trainer: Trainer, signum: int, _: FrameType | None) -> None:
-        """The signal handler, on the main thread. It only sets flags: no collective, no lock."""
-        connector = trainer._signal_connector  # noqa: SLF001
-        if self.launcher is not None and self._agreed_stop is None and not connector.received_sigterm:
-            self.launcher.kill(signum)  # the ranks that this process started hear it too
-        if self._stop_exchange is not None:
-            self.request_stop("SIGTERM")
-        else:  # evaluation: this rank ends after its batch, and the others with it, by `FailureWatch`
-            connector.received_sigterm = True
-
-    def _stop_if_agreed(self) -> None:
-        """Leave the loop if all ranks have agreed to. Collective: every rank calls this, before the same batch."""
-        assert self._stop_exchange is not None
-        stop = self._stop_exchange.step()
-        if stop is not None:
-            self._leave_loop(stop)
-
-    def _leave_loop(self, stop: Stop) -> NoReturn:
-        assert self._trainer is not None
-        self._agreed_stop = stop
-        self._trainer._signal_connector.received_sigterm = True  # noqa: SLF001
-        raise SIGTERMException(SIGTERM_EXIT_CODE)
+        self._loop_stop.request(reason)
 
     @override
     def on_validation_start(self) -> None:
-        """Find out in how many batches of this validation the ranks can exchange stops."""
         super().on_validation_start()
-        self._validation_exchanges_left = 0
-        if self._stop_exchange is None or self._trainer is None or self._trainer.sanity_checking:
-            return
-        num_batches = sum(self._trainer.num_val_batches)
-        common = torch.tensor(int(num_batches) if num_batches != float("inf") else 0)
-        if self._control_group is not None:
-            # The ranks may have different numbers of batches, and must exchange equally often.
-            dist.all_reduce(common, op=dist.ReduceOp.MIN, group=self._control_group)
-        self._validation_exchanges_left = int(common)
+        if self._loop_stop is not None:
+            self._loop_stop.start_validation()
 
-    def _stop_if_agreed_in_validation(self) -> None:
-        if self._validation_exchanges_left > 0:
-            self._validation_exchanges_left -= 1
-            self._stop_if_agreed()
+    def _leave_validation_if_agreed(self) -> None:
+        if self._loop_stop is not None:
+            self._loop_stop.leave_if_agreed_in_validation()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._stop_if_agreed_in_validation()
+        self._leave_validation_if_agreed()
         return super().validation_step(*args, **kwargs)
 
     # ---- failing together -------------------------------------------------------------------------------------------
@@ -392,18 +335,18 @@ class AirStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._stop_exchange = None  # its last reduction may wait for a rank that is gone
-        if self._failure_watch is not None and self._agreed_stop is None:
+        if self._loop_stop is not None:
+            self._loop_stop.end(failed=True)
+        if self._failure_watch is not None and self.stop is None:
             self._failure_watch.on_exception(exception)
 
     @override
     def teardown(self) -> None:
         """End what `setup` began. Called on every rank, also after an exception."""
         try:
-            if self._stop_exchange is not None:
-                self._stop_exchange.drain()
+            if self._loop_stop is not None:
+                self._loop_stop.end(failed=False)
         finally:
-            self._stop_exchange = None
             if self._failure_watch is not None:
                 self._failure_watch.close()
                 self._failure_watch = None

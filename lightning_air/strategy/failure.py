@@ -113,6 +113,15 @@ class FailureWatch:
         Called by the main thread of the rank that raised, on every such rank.
         """
         self._handled.set()
+        # On a thread: a store whose machine went away without a word never answers, and its calls have no timeout.
+        telling = threading.Thread(target=self._tell, args=(exception,), name="air-failure-tell", daemon=True)
+        telling.start()
+        telling.join(timeout=LATE_POST_SECONDS + ACK_SECONDS + 1)
+        if self._failure is not None:
+            _explain(exception, self._failure)
+
+    def _tell(self, exception: BaseException) -> None:
+        """Post this rank's failure, or find out whose was the first."""
         mine = Failure(
             rank=self._membership.global_rank,
             where=self._membership.describe(self._membership.global_rank),
@@ -128,8 +137,6 @@ class FailureWatch:
                 self._store.set(f"read/{mine.rank}", "1")
             else:
                 self._wait_until_all_have_read()
-        if self._failure is not None:
-            _explain(exception, self._failure)
 
     def _post(self, failure: Failure) -> Failure:
         # compare_set with an empty expectation sets the key if nobody has, and returns what stands there.

@@ -186,7 +186,7 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._stop_if_agreed_in_validation()
+        self._leave_validation_if_agreed()
         with self.precision_plugin.val_step_context():
             return self._through_root("validation_step", *args, **kwargs)
 

@@ -205,7 +205,7 @@ def _fit(*arguments: str) -> int | str | None:
             [],
             "static_graph=True: has no meaning under sharding='hsdp', only under 'ddp'.",
         ),
-        ("class_path: AirStrategy\ninit_args: {timeout: -1}", [], "timeout must be longer than zero, got -1"),
+        ("class_path: AirStrategy\ninit_args: {timeout: -1}", [], "timeout must be longer than zero"),
         ("class_path: AirStrategy\ninit_args: {sharding: zero3}", [], "zero3"),
         ("class_path: AirStrategy\ninit_args: {shards: 2}", [], "shards"),
         ("air_ddp", ["--trainer.max_steps", "many"], "trainer.max_steps"),
@@ -312,6 +312,46 @@ def test_a_retry_in_the_same_directory_goes_on(tmp_path: Path) -> None:
     resolved = tmp_path / "resolved_fit_config.yaml"
     assert "strategy: air_ddp" in resolved.read_text()
     assert values(run_ranks(_fit, 1, args=("--config", str(resolved)), cwd=tmp_path)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [
+        # Like MLflow's, it has no folder.
+        (
+            ["--trainer.logger", "lightning.pytorch.loggers.logger.DummyLogger", "--trainer.default_root_dir", "out"],
+            "out",
+        ),
+        (["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "logs"], "logs/lightning_logs/version_0"),
+        (["--trainer.default_root_dir", "a/new/one"], "a/new/one"),
+    ],
+)
+def test_the_resolved_config_is_in_the_folder_of_the_run(options: list[str], folder: str, tmp_path: Path) -> None:
+    path = _write(tmp_path, strategy="air_ddp")
+    assert values(run_ranks(_fit, 2, args=("--config", str(path), *options), cwd=tmp_path)) == [0, 0]
+    assert list(tmp_path.rglob("resolved_*.yaml")) == [tmp_path / folder / "resolved_fit_config.yaml"]
+
+
+def test_a_config_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    path = _write(tmp_path, strategy="air_ddp")
+    (tmp_path / "taken").write_text("a file where a folder should be")
+    arguments = ("--config", str(path), "--trainer.default_root_dir", "taken")
+    (result,) = run_ranks(_fit, 1, args=arguments, cwd=tmp_path, warnings_as_errors=False)
+    assert result.value == 0, result.error
+    assert "could not be written to" in result.output
+
+
+def _run_on_a_stock_model(name: str) -> int | str | None:
+    options = ["logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "strategy=air_fsdp"]
+    model = "lightning.pytorch.demos.boring_classes.BoringModel"
+    arguments = [f"--trainer.{option}" for option in [*options, "accelerator=cpu", "limit_val_batches=2"]]
+    return main([name, "--model", model, "--seed_everything", "7", *arguments])
+
+
+@pytest.mark.parametrize("name", ["validate", "test", "predict"])
+def test_the_other_loops_run(name: str, tmp_path: Path) -> None:
+    assert values(run_ranks(_run_on_a_stock_model, 2, args=(name,), cwd=tmp_path)) == [0, 0]
+    assert (tmp_path / f"resolved_{name}_config.yaml").is_file()
 
 
 # ---- training, as a user starts it: the launcher repeats the command for the other rank ------------------------------

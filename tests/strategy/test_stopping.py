@@ -204,7 +204,7 @@ class KeepExchange(Callback):
         self.kept = kept
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        self.kept.append(trainer.strategy._stop_exchange)
+        self.kept.append(trainer.strategy._loop_stop._exchange)
 
 
 def test_no_broadcast_per_step_where_stock_lightning_makes_one() -> None:

@@ -1,0 +1,104 @@
+"""Let the training loop of one Trainer leave together: what hears SIGTERM, and where the ranks exchange it.
+
+Two private names of Lightning's are replaced on the Trainer's own objects, for want of public ones: the SIGTERM handler
+that its signal connector registers after `setup` (it starts a collective inside of a signal handler), and the broadcast
+through the device that its training loop makes before each batch.
+"""
+
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from lightning_air._lightning import SIGTERMException, Trainer, TrainerFn
+from lightning_air.strategy.stop import Stop, StopExchange
+
+SIGTERM_EXIT_CODE = 128 + 15
+
+
+class LoopStop:
+    """The stop of one run of a Trainer. Made on every rank at the same point.
+
+    Args:
+        trainer: Whose loop it is.
+        launcher: What started other ranks of this node from this process, or None.
+        group: A gloo group of all ranks that nothing else uses, or None for a single rank.
+        rank: This rank.
+    """
+
+    def __init__(self, trainer: Trainer, launcher: Any | None, group: dist.ProcessGroup | None, rank: int) -> None:
+        self.agreed: Stop | None = None
+        self._trainer = trainer
+        self._launcher = launcher
+        self._group = group
+        self._rank = rank
+        self._exchanges_left_in_validation = 0
+        self._exchange: StopExchange | None = None
+        # Private: the public Trainer.received_sigterm can only be read.
+        self._connector = trainer._signal_connector  # noqa: SLF001
+        self._connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign] # noqa: SLF001
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._exchange = StopExchange(group, rank)
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.leave_if_agreed  # type: ignore[method-assign] # noqa: SLF001
+
+    def request(self, reason: str) -> None:
+        """Ask all ranks to stop; safe in a signal handler and on any thread.
+
+        Raises:
+            RuntimeError: If no fit is running.
+        """
+        if self._exchange is None:
+            raise RuntimeError(f"No fit is running that could be stopped ({reason!r}).")
+        self._exchange.request(reason)
+        if self._group is None:  # one rank: nobody to agree with, and Lightning looks after this batch
+            self.agreed = self.agreed or Stop(self._rank, reason)
+            self._connector.received_sigterm = True
+
+    def leave_if_agreed(self) -> None:
+        """Leave the loop if all ranks have agreed to. Collective: every rank calls this, before the same batch.
+
+        Raises:
+            SIGTERMException: On every rank at once.
+        """
+        stop = self._exchange.step() if self._exchange is not None else None
+        if stop is not None:
+            self._leave(stop)
+
+    def start_validation(self) -> None:
+        """Find out in how many batches of this validation the ranks can exchange. Collective: every rank calls this."""
+        self._exchanges_left_in_validation = 0
+        if self._exchange is None or self._trainer.sanity_checking:
+            return
+        num_batches = sum(self._trainer.num_val_batches)
+        common = torch.tensor(int(num_batches) if num_batches != float("inf") else 0)
+        if self._group is not None:
+            # The ranks may have different numbers of batches, and must exchange equally often.
+            dist.all_reduce(common, op=dist.ReduceOp.MIN, group=self._group)
+        self._exchanges_left_in_validation = int(common)
+
+    def leave_if_agreed_in_validation(self) -> None:
+        """Like `leave_if_agreed`, for as many batches of a validation as every rank has."""
+        if self._exchanges_left_in_validation > 0:
+            self._exchanges_left_in_validation -= 1
+            self.leave_if_agreed()
+
+    def end(self, *, failed: bool) -> None:
+        """Stop exchanging. After a failure the last exchange is dropped: it may wait for a rank that is gone."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and not failed:
+            exchange.drain()
+
+    def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
+        """The signal handler, on the main thread. It only sets flags: no collective, no lock."""
+        if self._launcher is not None and self.agreed is None and not self._connector.received_sigterm:
+            self._launcher.kill(signum)  # the ranks that this process started hear it too
+        if self._exchange is not None:
+            self.request("SIGTERM")
+        else:  # evaluation: this rank ends after its batch, and the others with it, by `FailureWatch`
+            self._connector.received_sigterm = True
+
+    def _leave(self, stop: Stop) -> NoReturn:
+        self.agreed = stop
+        self._connector.received_sigterm = True
+        raise SIGTERMException(SIGTERM_EXIT_CODE)
