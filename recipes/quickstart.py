@@ -16,6 +16,7 @@ import sysconfig
 import time
 import warnings
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -79,9 +80,8 @@ class ByteGPT(LightningModule):
         num_blocks: Number of blocks.
         num_heads: Attention heads in a block.
         context_bytes: How far the model looks back when it writes; as in the data.
-        learning_rate: Its highest value, which follows `warmup_steps`.
-        warmup_steps: Optimizer steps in which the learning rate rises.
-        decay_steps: The optimizer step by which it has fallen to a tenth, along a cosine.
+        learning_rate: Its highest value.
+        decay_steps: The optimizer step by which it has fallen to a tenth. It rises in the first twentieth of them.
     """
 
     def __init__(
@@ -92,14 +92,12 @@ class ByteGPT(LightningModule):
         num_heads: int = 4,
         context_bytes: int = 128,
         learning_rate: float = 3e-3,
-        warmup_steps: int = 40,
         decay_steps: int = MAX_STEPS,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()  # into the checkpoints, and as parameters into the MLflow run
         self.context_bytes = context_bytes
         self.learning_rate = learning_rate
-        self.warmup_steps = warmup_steps
         self.decay_steps = decay_steps
         self.byte_embedding = nn.Embedding(NUM_BYTES, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
@@ -142,7 +140,7 @@ class ByteGPT(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _learning_rate_factor(self, step: int) -> float:
-        warmup = (step + 1) / self.warmup_steps
+        warmup = 20 * (step + 1) / self.decay_steps
         cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.decay_steps))
         return min(warmup, 0.1 + 0.9 * cosine)
 
@@ -154,7 +152,9 @@ class ByteGPT(LightningModule):
             logits = self(text[:, -self.context_bytes :])[:, -1]
             next_byte = torch.multinomial(torch.softmax(logits / temperature, dim=-1), num_samples=1)
             text = torch.cat([text, next_byte], dim=1)
-        return bytes(text[0].tolist()).decode(errors="replace")
+        written = bytes(text[0].tolist()).decode(errors="replace")
+        # An untrained model writes control characters, which would confuse the terminal.
+        return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in written)
 
 
 class ByteWindows(Dataset[Tensor]):
@@ -245,10 +245,14 @@ def draw_losses(logger: MLFlowLogger, path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.axhline(uniform, color="grey", linestyle="--", label=f"all bytes equally likely: {uniform:.3f}")
-    for key, label, style in (("train/loss", "training", "-"), ("val/loss", "held-out files", "o-")):
+    for key, label, num_last, style in (
+        ("train/loss", "training, mean of the last 50 steps", 50, {"linewidth": 0.7}),
+        ("val/loss", "held-out files, at the end", 1, {"marker": "o"}),
+    ):
         points = logger.experiment.get_metric_history(logger.run_id, key)
-        steps, losses = [point.step for point in points], [point.value for point in points]
-        axes.plot(steps, losses, style, label=f"{label}: {losses[-1]:.3f} at the end", linewidth=1)
+        losses = [point.value for point in points]
+        last = f"{fmean(losses[-num_last:]):.3f}"
+        axes.plot([point.step for point in points], losses, label=f"{label}: {last}", **style)
     axes.set(title="A small GPT on Python's standard library", xlabel="optimizer step", ylabel="loss, nats per byte")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
@@ -256,31 +260,10 @@ def draw_losses(logger: MLFlowLogger, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    """Train, and draw the loss curve."""
-    parser = argparse.ArgumentParser(description="Train a small GPT on the source of Python's standard library.")
-    parser.add_argument("--sharding", choices=["ddp", "fsdp", "hsdp"], default="ddp", help="as in AirStrategy")
-    parser.add_argument("--max-steps", type=int, default=MAX_STEPS, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="(default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    options = parser.parse_args()
-    output = options.output.resolve()
-    checkpoints = sorted(output.glob("run-*/checkpoints/last.ckpt"))
-    if options.resume and not checkpoints:
-        parser.error(f"nothing to resume: there is no run-*/checkpoints/last.ckpt in {output}")
-
-    # Lightning's INFO lines are mostly tips. The two warnings are not about this job: one is Lightning's use of a newer
-    # torch, the other asks for worker processes, which data in memory does not need.
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", r".*treespec, LeafSpec.* is deprecated")
-    warnings.filterwarnings("ignore", r".*does not have many workers")
-
-    seed_everything(0, verbose=False)
-    # A later rank may read another second here. ModelCheckpoint takes rank 0's folder on all of them.
-    run = output / time.strftime("run-%Y-%m-%d-%H%M%S")
-    narrator = Narrator()
+def make_trainer(options: argparse.Namespace, run: Path, narrator: Narrator) -> Trainer:
+    """Return a trainer for all GPUs, or for two processes on the CPU, unless a launcher says how many there are."""
     on_gpu = torch.cuda.is_available()
-    is_launched = detect_launch().kind != "local"  # then AirStrategy takes the number of processes from the launcher
+    is_launched = detect_launch().kind != "local"  # AirStrategy then takes `devices` and `num_nodes` from the launcher
     trainer = Trainer(
         strategy=AirStrategy(sharding=options.sharding),
         accelerator="gpu" if on_gpu else "cpu",
@@ -288,7 +271,7 @@ def main() -> None:
         max_steps=options.max_steps,
         gradient_clip_val=1.0,
         val_check_interval=min(VAL_EVERY_STEPS, options.max_steps),
-        check_val_every_n_epoch=None,  # count the interval in steps: a run is shorter than an epoch
+        check_val_every_n_epoch=None,  # the interval counts steps across epochs; a run is shorter than one
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         callbacks=[
@@ -299,23 +282,52 @@ def main() -> None:
         enable_model_summary=False,
     )
     if trainer.is_global_zero:
-        # Rank 0 alone logs, and alone makes the logger: MLflow creates its tables with it, which two ranks cannot do
-        # at the same time.
-        trainer.logger = logger = MLFlowLogger(
+        # Only here: the logger's constructor makes MLflow's tables, and two ranks that do so at once fail.
+        trainer.logger = MLFlowLogger(
             "quickstart",
             run_name=run.name,
-            tracking_uri=f"sqlite:///{output}/mlflow.db",
-            artifact_location=f"{output}/artifacts",
+            tracking_uri=f"sqlite:///{run.parent}/mlflow.db",
+            artifact_location=f"{run.parent}/artifacts",
         )
-    trainer.fit(
-        ByteGPT(decay_steps=options.max_steps), StdlibBytes(), ckpt_path=checkpoints[-1] if options.resume else None
-    )
-    if trainer.is_global_zero:
-        draw_losses(logger, run / "loss.png")
-        logger.experiment.log_artifact(logger.run_id, f"{run}/loss.png")
+    return trainer
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line; every rank gets the same."""
+    parser = argparse.ArgumentParser(description="Train a small GPT on the source of Python's standard library.")
+    parser.add_argument("--sharding", choices=["ddp", "fsdp", "hsdp"], default="ddp", help="as in AirStrategy")
+    parser.add_argument("--max-steps", type=int, default=MAX_STEPS, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="(default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    options = parser.parse_args()
+    checkpoints = sorted(options.output.resolve().glob("run-*/checkpoints/last.ckpt"))
+    if options.resume and not checkpoints:
+        parser.error(f"nothing to resume: there is no run-*/checkpoints/last.ckpt in {options.output}")
+    options.checkpoint = checkpoints[-1] if options.resume else None
+    return options
+
+
+def main() -> None:
+    """Train, then show what the model writes and how its loss fell."""
+    options = parse_options()
+    # Lightning's INFO lines are mostly tips. The two warnings are not about this job: one is Lightning's use of a newer
+    # torch, the other asks for worker processes, which data in memory does not need.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r".*treespec, LeafSpec.* is deprecated")
+    warnings.filterwarnings("ignore", r".*does not have many workers")
+
+    seed_everything(0, verbose=False)
+    # Another rank may read the clock a second later. ModelCheckpoint takes rank 0's folder on all of them.
+    run = options.output.resolve() / time.strftime("run-%Y-%m-%d-%H%M%S")
+    narrator = Narrator()
+    trainer = make_trainer(options, run, narrator)
+    trainer.fit(ByteGPT(decay_steps=options.max_steps), StdlibBytes(), ckpt_path=options.checkpoint)
+    if isinstance(trainer.logger, MLFlowLogger):  # on rank 0
+        draw_losses(trainer.logger, run / "loss.png")
+        trainer.logger.experiment.log_artifact(trainer.logger.run_id, f"{run}/loss.png")
         print("\nWhat it writes now:", *narrator.samples, sep=f"\n{'-' * 80}\n")
         print(f"\nCheckpoints and the loss curve: {run}")
-        print(f"All runs: mlflow ui --backend-store-uri sqlite:///{output}/mlflow.db")
+        print(f"All runs: mlflow ui --backend-store-uri sqlite:///{run.parent}/mlflow.db")
 
 
 if __name__ == "__main__":

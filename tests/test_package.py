@@ -52,14 +52,18 @@ def test_a_public_name_is_documented(name: str) -> None:
     assert documentation.splitlines()[0].endswith(".")
 
 
+def test_the_readme_lists_what_is_here() -> None:
+    rows = re.findall(r"^\| (`.+`) \|.*\| here \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted([*listed, "__version__"]) == lightning_air.__all__
+
+
 def _documented_imports() -> Iterator[tuple[str, str]]:
-    """Yield (place, name) of every name that the README or a recipe imports from the package itself."""
+    """Yield (file, name) of every name that the README or a recipe imports from the package itself."""
     for path in [ROOT / "README.md", *sorted((ROOT / "recipes").glob("**/*.py"))]:
         text = path.read_text()
-        blocks = (
-            re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if path.suffix == ".md" else [text]
-        )
-        for node in (node for block in blocks for node in ast.walk(ast.parse(block))):
+        code = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if path.suffix == ".md" else [text]
+        for node in (node for block in code for node in ast.walk(ast.parse(block))):
             if isinstance(node, ast.ImportFrom) and node.module == "lightning_air":
                 yield from ((path.name, alias.name) for alias in node.names)
 
@@ -67,7 +71,7 @@ def _documented_imports() -> Iterator[tuple[str, str]]:
 def test_what_the_documents_import_is_public() -> None:
     documented = set(_documented_imports())
     assert documented
-    assert {(place, name) for place, name in documented if name not in lightning_air.__all__} == set()
+    assert {(file, name) for file, name in documented if name not in lightning_air.__all__} == set()
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ our parts known (`class_path: AirStrategy`). Models and data are the user's, fro
 in the current directory included.
 """
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 from typing_extensions import override
 
 from lightning_air._lightning import (
@@ -60,30 +59,31 @@ class AirCLI(LightningCLI):
                 f"it is for one group with all {len(parameters)} of them. Write configure_optimizers in "
                 f"{type(lightning_module).__name__} instead."
             )
-        groups[0]["params"] = parameters
+        groups[0]["params"][:] = parameters  # in place: some optimizers (LBFGS) hold the list itself
         return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
 
 class ResolvedConfig(SaveConfigCallback):
     """Writes down what the run was told, options and defaults included, in the logger's folder or the Trainer's.
 
-    The base fails on a logger without a folder (MLflow's), and on the file of an earlier attempt of the same run. Here it
-    is overwritten, so its name must be none that users give to a file: the folder may be the current directory.
+    The base fails on a logger without a folder (MLflow's), and on the file of an earlier attempt of the same run. Here
+    it is overwritten, so its name must be none that users give to a file: the folder may be the current directory.
     """
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file, once. Collective: every rank calls this."""
-        folder = trainer.log_dir or trainer.default_root_dir  # a broadcast, so before any rank leaves
+        place = trainer.log_dir or trainer.default_root_dir  # a broadcast, so before any rank leaves
         if self.already_saved or not trainer.is_global_zero:
             return
         self.already_saved = True
-        path = os.path.join(folder, self.config_filename)  # noqa: PTH118 - it may be a URL
         try:
-            with fsspec.open(path, "w", auto_mkdir=True) as file:
+            files, folder = fsspec.url_to_fs(place)
+            files.makedirs(folder, exist_ok=True)
+            with files.open(f"{folder}/{self.config_filename}", "w") as file:
                 file.write(self.parser.dump(self.config, skip_none=False))
         except OSError as error:
-            rank_zero_warn(f"The configuration of this run could not be written to {path}: {error}")
+            rank_zero_warn(f"The configuration of this run could not be written to {place}: {error}")
 
 
 def run(arguments: Sequence[str]) -> int:

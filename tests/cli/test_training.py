@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_air import AirStrategy
-from lightning_air._lightning import LightningCLI, Trainer
+from lightning_air._lightning import LightningCLI, LightningModule, Trainer
 from lightning_air.cli import main
 from lightning_air.cli.training import AirCLI
 from tests.kit.environment import current_environment
@@ -288,11 +289,15 @@ def test_the_optimizer_of_a_yaml_trains_the_sharded_weights(sharding: str, tmp_p
         assert changed == [True] * 4
 
 
+def test_an_optimizer_that_holds_its_list_of_parameters_gets_the_new_ones() -> None:
+    module, sharded = LightningModule(), LightningModule()
+    module.layer, sharded.layer = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(module.parameters())
+    assert AirCLI.configure_optimizers(sharded, optimizer) is optimizer
+    assert [id(parameter) for parameter in optimizer._params] == [id(parameter) for parameter in sharded.parameters()]
+
+
 def test_an_optimizer_with_groups_of_its_own_is_refused() -> None:
-    import torch
-
-    from lightning_air._lightning import LightningModule
-
     module = LightningModule()
     module.first, module.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD([{"params": module.first.parameters()}, {"params": module.second.parameters()}], lr=0.1)
@@ -344,7 +349,7 @@ def test_a_config_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
 def _run_on_a_stock_model(name: str) -> int | str | None:
     options = ["logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "strategy=air_fsdp"]
     model = "lightning.pytorch.demos.boring_classes.BoringModel"
-    arguments = [f"--trainer.{option}" for option in [*options, "accelerator=cpu", "limit_val_batches=2"]]
+    arguments = [f"--trainer.{option}" for option in [*options, "accelerator=cpu", "use_distributed_sampler=false"]]
     return main([name, "--model", model, "--seed_everything", "7", *arguments])
 
 

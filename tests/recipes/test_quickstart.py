@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.cli import LightningCLI
 from mlflow.tracking import MlflowClient
 from torch import Tensor
 
+import lightning_air.cli
 from recipes.quickstart import ByteGPT, ByteWindows, StdlibBytes
 from tests.kit.environment import current_environment, reserved_port
 from tests.kit.node_commands import run_node_commands
@@ -22,6 +22,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
 TIMEOUT_SECONDS = 240  # for machines that are busy: alone on two cores, each run takes about 25
+# Each rank has a core to itself; a GPU, where there is one, is left alone.
+TWO_CPUS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def text() -> Tensor:
 
 def run(*command: str | Path) -> str:
     """Run the command as a newcomer would, and return what it printed."""
-    environment = current_environment() | {"OMP_NUM_THREADS": "1"}
+    environment = current_environment() | TWO_CPUS
     completed = subprocess.run(
         [str(part) for part in command],
         env=environment,
@@ -89,19 +91,19 @@ def test_a_byte_changes_no_logits_before_it(text: Tensor) -> None:
 
 
 def test_learning_rate_rises_falls_and_stays() -> None:
-    model = ByteGPT(learning_rate=1.0, warmup_steps=10, decay_steps=100)
+    model = ByteGPT(learning_rate=1.0, decay_steps=200)
     configured = model.configure_optimizers()
     optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     rates = []
-    for _ in range(120):
+    for _ in range(220):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
     assert rates[:10] == sorted(rates[:10])
     assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == pytest.approx(1.0, abs=0.03)
+    assert max(rates) == pytest.approx(1.0, abs=0.01)
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[100:] == pytest.approx([0.1] * 20)
+    assert rates[200:] == pytest.approx([0.1] * 20)
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +129,12 @@ def test_python_starts_two_processes(finished: tuple[Path, str]) -> None:
 def test_resumes_as_a_command_on_each_node_of_ai_runtime(finished: tuple[Path, str]) -> None:
     output, _ = finished
     command = [sys.executable, str(RECIPES / "quickstart.py"), "--resume", "--max-steps=6", f"--output={output}"]
-    nodes = run_node_commands(command, nodes=2, ranks_per_node=1, timeout_seconds=TIMEOUT_SECONDS)
+    nodes = run_node_commands(command, nodes=2, ranks_per_node=1, env=TWO_CPUS, timeout_seconds=TIMEOUT_SECONDS)
     assert [node.returncode for node in nodes] == [0, 0], [node.output for node in nodes]
     assert "world size 2" in nodes[0].output
     assert [node.output.count("\ndef ") for node in nodes] == [1, 0]
-    assert metric_steps(output, "train/loss")[-1] == [4, 5]
+    assert "step 6: " in nodes[0].output
+    assert [len(steps) for steps in metric_steps(output, "train/loss")] == [4, 2]
 
 
 def test_torchrun_shards_the_model(tmp_path: Path) -> None:
@@ -146,11 +149,10 @@ def test_torchrun_shards_the_model(tmp_path: Path) -> None:
     assert metric_steps(output, "train/loss") == [[0, 1]]
 
 
-def fit_yaml() -> None:
+def fit_yaml() -> int:
     os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # LightningCLI calls what jsonargparse deprecates
-    sys.argv = ["lightning-air", "fit", f"--config={RECIPES / 'quickstart.yaml'}"]
-    sys.argv += ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
-    LightningCLI(save_config_callback=None)
+    steps = ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    return lightning_air.cli.main(["fit", f"--config={RECIPES / 'quickstart.yaml'}", *steps])
 
 
 def test_yaml_is_the_same_job(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_yaml_is_the_same_job(tmp_path: Path) -> None:
     # When Lightning starts rank 1, rank 0 has made the database; these ranks start together.
     MlflowClient(f"sqlite:///{output}/mlflow.db")
     ranks = run_ranks(fit_yaml, 2, cwd=tmp_path, timeout_seconds=TIMEOUT_SECONDS, warnings_as_errors=False)
-    values(ranks)
+    assert values(ranks) == [0, 0]
     assert ["step 2: " in rank.output for rank in ranks] == [True, False]
     assert metric_steps(output, "train/loss") == [[0, 1]]
     assert metric_steps(output, "val/loss") == [[1]]

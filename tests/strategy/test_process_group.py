@@ -256,6 +256,20 @@ def test_missing_ranks_are_named_on_every_rank_that_came(
             assert results[rank].seconds < 5
 
 
+def _rank_zero_is_gone_at_once() -> str | None:
+    message = _joins_unless([3])
+    if membership().global_rank == 0:
+        os._exit(7)  # and the store with it
+    return message
+
+
+def test_rank_0_stays_until_the_others_know_who_is_missing() -> None:
+    rank_zero, *came, _ = run_ranks(_rank_zero_is_gone_at_once, 4)
+    assert rank_zero.exitcode == 7
+    for message in values(came):
+        assert message.startswith("1 of 4 ranks did not join within 1 s: rank 3 (node 0, local rank 3). ")
+
+
 def test_a_missing_rank_0_is_named_with_its_address() -> None:
     results = run_ranks(_joins_unless, 3, args=([0],))
     for result, message in list(zip(results, values(results), strict=True))[1:]:
