@@ -2,7 +2,7 @@
 
     python recipes/quickstart.py                              all GPUs of this machine, or else two CPU processes
     torchrun --nproc-per-node=2 recipes/quickstart.py         as many processes as torchrun starts
-    python recipes/quickstart.py --resume --max-steps=1400    go on where the last run stopped
+    python recipes/quickstart.py --resume --max-steps=1000    go on where the last run stopped
 
 On Databricks AI Runtime the first line is the workload's command: it runs once per node, and AirStrategy does the rest.
 Nothing is downloaded. All files go to `quickstart_output/`: the MLflow database, and for each run a folder with its
@@ -32,7 +32,7 @@ from typing_extensions import override
 from lightning_air import AirStrategy
 from lightning_air.runtime import detect_launch
 
-MAX_STEPS = 700
+MAX_STEPS = 500
 VAL_EVERY_STEPS = 100
 NUM_BYTES = 256  # A token is a byte, so there is no tokenizer.
 

@@ -27,7 +27,7 @@ _CONFIG_READERS = {"jsonargparse", "lightning", "lightning_air"}
 
 
 class AirCLI(LightningCLI):
-    """LightningCLI, except where it would train nothing, refuse a retry or greet a wrong option with a traceback."""
+    """LightningCLI, except where it would refuse a retry or greet a wrong option with a traceback."""
 
     @override
     def parse_arguments(self, parser: Any, args: Any) -> None:
@@ -42,25 +42,6 @@ class AirCLI(LightningCLI):
             if not _is_about_the_config(error):
                 raise
             self.parser.error(str(error), error)
-
-    @staticmethod
-    @override
-    def configure_optimizers(lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """Return what the section `optimizer:` asks for, on the parameters that the model has by now.
-
-        The base has built the optimizer from the parameters before sharding, which "fsdp" replaces: it would go on to
-        update tensors that nobody computes with.
-        """
-        groups = optimizer.param_groups
-        parameters = list(lightning_module.parameters())
-        if len(groups) != 1 or len(groups[0]["params"]) != len(parameters):
-            raise ValueError(
-                f"The section `optimizer:` made {type(optimizer).__name__} with {len(groups)} group(s) of parameters; "
-                f"it is for one group with all {len(parameters)} of them. Write configure_optimizers in "
-                f"{type(lightning_module).__name__} instead."
-            )
-        groups[0]["params"][:] = parameters  # in place: some optimizers (LBFGS) hold the list itself
-        return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
 
 class ResolvedConfig(SaveConfigCallback):

@@ -45,7 +45,17 @@ from lightning_air.strategy.topology import (
 T = TypeVar("T")
 
 
-class AirStrategy(ParallelStrategy):
+class _FrontDoor:
+    """`AirStrategy.__new__`, one class above it: jsonargparse would read the options from a class's own `__new__`."""
+
+    def __new__(cls, sharding: Sharding = "ddp", **_: Any) -> Self:
+        """Make the leaf of this sharding; Python then runs its `__init__`, since the leaf is an `AirStrategy`."""
+        check_sharding(sharding)
+        leaf = AirStrategy._leaves[sharding] if cls is AirStrategy else cls  # noqa: SLF001 - the same class in two parts
+        return super().__new__(leaf)  # type: ignore[return-value] # a leaf is an AirStrategy
+
+
+class AirStrategy(_FrontDoor, ParallelStrategy):
     """Train on any number of nodes with DDP, FSDP or HSDP; the launch is read from the environment.
 
     The process group has a backend for host memory beside the device's (`cpu:gloo,cuda:nccl`), as asynchronous
@@ -94,12 +104,6 @@ class AirStrategy(ParallelStrategy):
             )
         AirStrategy._leaves.update(dict.fromkeys(shardings, cls))
 
-    def __new__(cls, sharding: Sharding = "ddp", **_: Any) -> Self:
-        """Make the leaf of this sharding; Python then runs its `__init__`, since the leaf is an `AirStrategy`."""
-        check_sharding(sharding)
-        leaf = AirStrategy._leaves[sharding] if cls is AirStrategy else cls
-        return super().__new__(leaf)  # type: ignore[return-value] # a leaf is an AirStrategy
-
     def __init__(
         self,
         sharding: Sharding = "ddp",
@@ -107,8 +111,8 @@ class AirStrategy(ParallelStrategy):
         process_group_backend: str = "auto",
         timeout: timedelta | float = 1800.0,
         join_timeout: timedelta | float = 300.0,
-        wrap: Sequence[str | type[nn.Module]] | int | None = None,
-        activation_checkpointing: Sequence[str | type[nn.Module]] | None = None,
+        wrap: str | Sequence[str | type[nn.Module]] | int | None = None,
+        activation_checkpointing: str | Sequence[str | type[nn.Module]] | None = None,
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool | None = None,
         find_unused_parameters: bool | None = None,

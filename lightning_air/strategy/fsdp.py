@@ -44,7 +44,7 @@ from lightning_air.strategy.blocks import (
 )
 from lightning_air.strategy.checkpoint_io import is_collective
 from lightning_air.strategy.options import StrategyOptions
-from lightning_air.strategy.sharding import is_sharded, materialize, set_gradient_sync, shard_module
+from lightning_air.strategy.sharding import WholeParameters, is_sharded, materialize, set_gradient_sync, shard_module
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -109,10 +109,12 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
         if is_fitting and self._layer_sync is not None:  # Trainer(sync_batchnorm=True); the stock base forgets it
             self._layer_sync.apply(module)
         checkpoint_activations(module, self.options.activation_checkpointing)
+        whole = WholeParameters(module)
         self.model = self._shard(module, compiler=self._compiler)
         if is_fitting:
             self._shard_averages(trainer)
             self.setup_optimizers(trainer)
+            whole.hand_over(module, self.optimizers)
         self.setup_precision_plugin()
         if is_fitting and not self.options.cpu_offload:
             optimizers_to_device(self.optimizers, self.root_device)

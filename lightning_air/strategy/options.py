@@ -73,7 +73,7 @@ def check_options(
     process_group_backend: str,
     timeout: timedelta | float,
     join_timeout: timedelta | float,
-    activation_checkpointing: ModuleNames | None,
+    activation_checkpointing: str | ModuleNames | None,
     **of_one_sharding: Any,
 ) -> StrategyOptions:
     """Check every option of `AirStrategy` and resolve its default.

@@ -3,6 +3,7 @@
 Collective: every rank calls `shard_module` with the same module tree.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -78,6 +79,29 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(part, FSDPModule) for part in module.modules()) or any(
         isinstance(param, DTensor) for param in module.parameters()
     )
+
+
+class WholeParameters:
+    """The parameters of a module before sharding put others in their place.
+
+    An optimizer that was built before (in the module's `__init__`, or by LightningCLI's section `optimizer:`) holds
+    them, and would go on to update tensors that nobody computes with. Held weakly: they are as large as the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = {id(param): (weakref.ref(param), name) for name, param in module.named_parameters()}
+
+    def hand_over(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Replace them in the optimizers by what the module has under the same name now."""
+        sharded = dict(module.named_parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                # In place: some optimizers (LBFGS) hold the list itself.
+                group["params"][:] = [sharded.get(self._name_of(param), param) for param in group["params"]]
+
+    def _name_of(self, param: Tensor) -> str:
+        reference, name = self._names.get(id(param), (None, ""))
+        return name if reference is not None and reference() is param else ""
 
 
 def set_gradient_sync(module: nn.Module, *, enabled: bool) -> None:

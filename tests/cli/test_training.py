@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_air import AirStrategy
-from lightning_air._lightning import LightningCLI, LightningModule, Trainer
+from lightning_air._lightning import Trainer
 from lightning_air.cli import main
 from lightning_air.cli.training import AirCLI
 from tests.kit.environment import current_environment
@@ -287,25 +286,6 @@ def test_the_optimizer_of_a_yaml_trains_the_sharded_weights(sharding: str, tmp_p
     path = _write(tmp_path, strategy=f"air_{sharding}", model="my_models.WithoutOptimizer")
     for changed in values(run_ranks(_fit_and_compare, 2, args=(str(path),), cwd=tmp_path)):
         assert changed == [True] * 4
-
-
-def test_an_optimizer_that_holds_its_list_of_parameters_gets_the_new_ones() -> None:
-    module, sharded = LightningModule(), LightningModule()
-    module.layer, sharded.layer = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    optimizer = torch.optim.LBFGS(module.parameters())
-    assert AirCLI.configure_optimizers(sharded, optimizer) is optimizer
-    assert [id(parameter) for parameter in optimizer._params] == [id(parameter) for parameter in sharded.parameters()]
-
-
-def test_an_optimizer_with_groups_of_its_own_is_refused() -> None:
-    module = LightningModule()
-    module.first, module.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([{"params": module.first.parameters()}, {"params": module.second.parameters()}], lr=0.1)
-    with pytest.raises(ValueError, match=r"made SGD with 2 group.* all 4 .* Write configure_optimizers"):
-        AirCLI.configure_optimizers(module, optimizer)
-    assert list(inspect.signature(AirCLI.configure_optimizers).parameters) == list(
-        inspect.signature(LightningCLI.configure_optimizers).parameters
-    )
 
 
 def test_a_retry_in_the_same_directory_goes_on(tmp_path: Path) -> None:

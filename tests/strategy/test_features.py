@@ -316,6 +316,27 @@ def test_configure_model_that_only_builds_layers(sharding: str) -> None:
         assert outcome.extra["all sharded"] == (sharding != "ddp")
 
 
+class BuildsItsOptimizerEarly(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.early
+
+
+def train_with_early_optimizer(sharding: str) -> Outcome:
+    torch.manual_seed(1)
+    return train({"sharding": sharding}, module=BuildsItsOptimizerEarly())
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_an_optimizer_built_before_sharding_trains_what_is_computed_with(sharding: str) -> None:
+    expected = train(None)
+    for outcome in on_two_ranks(train_with_early_optimizer, sharding):
+        assert_close(outcome, expected)
+
+
 class OnMeta(Regression):
     def __init__(self) -> None:
         super().__init__()
