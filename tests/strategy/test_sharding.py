@@ -1,12 +1,14 @@
 """Handing parameters over to optimizers that were built before sharding; the rest of sharding is tested by training."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from lightning_air.strategy.sharding import WholeParameters
 
 
-def sharded_like(module: nn.Sequential) -> None:
+def sharded_like(module: Any) -> None:
     """Do to the parameters what `fully_shard` does: put others in their place."""
     for layer in module:
         layer.weight = nn.Parameter(layer.weight.detach().clone())
