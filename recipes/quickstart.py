@@ -225,6 +225,7 @@ class Narrator(Callback):
         if trainer.is_global_zero:
             num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
             print(f"{num_parameters:,} parameters, world size {trainer.world_size}")
+            print(f"untrained: {math.log(NUM_BYTES):.3f} nats per byte, all bytes being equally likely")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -284,7 +285,7 @@ def make_trainer(options: argparse.Namespace, run: Path, narrator: Narrator) -> 
     if trainer.is_global_zero:
         # Only here: the logger's constructor makes MLflow's tables, and two ranks that do so at once fail.
         trainer.logger = MLFlowLogger(
-            "quickstart",
+            experiment_name="quickstart",
             run_name=run.name,
             tracking_uri=f"sqlite:///{run.parent}/mlflow.db",
             artifact_location=f"{run.parent}/artifacts",

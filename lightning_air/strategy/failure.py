@@ -4,8 +4,8 @@ A rank that raises leaves the others in a collective. Over gloo they notice when
 wait for the collective's timeout, half an hour by default. So the rank that raises posts its error in the store,
 and every rank has one thread that looks there:
 
-1. The failing rank posts (the first one wins) and waits up to `ACK_SECONDS` for the others to have read it, since
-   the store may die with its process.
+1. The failing rank posts (the first one wins) and waits up to `ACK_SECONDS` for all to have read it. So does rank 0
+   when it comes to end, since the store dies with its process.
 2. A rank that reads a failure aborts its NCCL communicators, which ends the collective that its main thread hangs in.
    At the latest the next batch raises. Either exception reaches `on_exception`, which adds the first rank's error.
 3. A main thread that has not got there `GRACE_SECONDS` later is stuck (gloo has no abort): its stacks and the first
@@ -134,8 +134,8 @@ class FailureWatch:
             first = self._post(mine)
             if first.rank != mine.rank:
                 self._failure = first
-                self._store.set(f"read/{mine.rank}", "1")
-            else:
+            self._store.set(f"read/{mine.rank}", "1")
+            if mine.rank in (first.rank, 0):  # rank 0's process holds the store
                 self._wait_until_all_have_read()
 
     def _post(self, failure: Failure) -> Failure:
@@ -150,8 +150,7 @@ class FailureWatch:
         return self._failure
 
     def _wait_until_all_have_read(self) -> None:
-        others = [rank for rank in range(self._membership.world_size) if rank != self._membership.global_rank]
-        keys = [f"read/{rank}" for rank in others]
+        keys = [f"read/{rank}" for rank in range(self._membership.world_size)]
         wait_until(lambda: self._store.check(keys), seconds=ACK_SECONDS)
 
     def _watch(self) -> None:

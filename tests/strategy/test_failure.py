@@ -41,10 +41,10 @@ def membership() -> Membership:
     )
 
 
-def watch(*, abort: Callable[[], None] = lambda: None, grace_seconds: float = 20.0) -> FailureWatch:
+def watch(*, grace_seconds: float = 20.0, poll_seconds: float = POLL_SECONDS) -> FailureWatch:
     """What `AirStrategy` makes of the kit's process group, but faster."""
     store = dist.distributed_c10d._get_default_store().clone()
-    return FailureWatch(membership(), store, abort=abort, poll_seconds=POLL_SECONDS, grace_seconds=grace_seconds)
+    return FailureWatch(membership(), store, abort=lambda: None, poll_seconds=poll_seconds, grace_seconds=grace_seconds)
 
 
 @dataclass
@@ -128,14 +128,25 @@ def test_the_others_end_soon_with_the_first_error_in_their_message(failing_rank:
     for rank, (result, outcome) in enumerate(zip(results, values(results), strict=True)):
         assert result.seconds < 8
         if rank == failing_rank:
-            assert outcome.error == "BoomError: out of luck"
-            assert outcome.notes == []
+            assert outcome.text == "BoomError: out of luck"
+            assert outcome.seconds < 3  # it is told when all have read, and need not wait any longer
         else:
             assert outcome.error is not None
             assert outcome.error.startswith(f"RuntimeError: {said}")
             assert outcome.notes == []
             if others is not compute:  # what torch made of it is not lost
                 assert "\nOn this rank it showed as: " in outcome.error
+
+
+def _one_looks_seldom() -> Outcome:
+    return run(boom if dist.get_rank() == 1 else compute, watch(poll_seconds=2.0 if dist.get_rank() == 2 else 0.05))
+
+
+def test_rank_0_keeps_the_store_until_all_know_of_another_ranks_failure() -> None:
+    # Given rank 0, which is told at once and could end, and the store with it, before rank 2 has looked there.
+    outcomes = values(run_ranks(_one_looks_seldom, 3, init_process_group="gloo"))
+    assert "rank 1 (node 0, local rank 1) failed first: " in outcomes[0].text
+    assert "rank 1 (node 0, local rank 1) failed first: " in outcomes[2].text
 
 
 def test_nodes_are_told_apart() -> None:
@@ -301,6 +312,27 @@ def test_a_stuck_rank_ends_with_the_first_error_and_its_stacks() -> None:
         re.MULTILINE,
     )
     assert "in sit_in_all_reduce" in stuck.output
+
+
+def _ends_slowly() -> str:
+    watching = watch(grace_seconds=0.3)
+    watching.start()
+    try:
+        if dist.get_rank() == 1:
+            boom(watching)
+        compute(watching)
+    except Exception as exception:  # noqa: BLE001 - as the Trainer does
+        watching.on_exception(exception)
+        time.sleep(1)  # a checkpoint that is still being uploaded
+        return str(exception)
+    finally:
+        watching.close()
+    return ""
+
+
+def test_a_rank_that_is_on_its_way_out_may_take_its_time() -> None:
+    told, _ = values(run_ranks(_ends_slowly, 2, init_process_group="gloo"))
+    assert "failed first: BoomError: out of luck" in told
 
 
 def _aborts() -> tuple[list[str], list[int], str]:
