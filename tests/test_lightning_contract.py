@@ -581,7 +581,7 @@ def _train_until_stopped() -> tuple[int, str, int]:
         trainer.fit(Regression(), *[loader(2, trainer.global_rank)] * 2)
     except SystemExit as error:  # Lightning's SIGTERMException is one
         assert strategy.stop is not None
-        return trainer.global_step, f"{strategy.stop.rank}: {strategy.stop.reason}", int(error.code or 0)
+        return trainer.global_step, f"{strategy.stop.global_rank}: {strategy.stop.reason}", int(error.code or 0)
     raise AssertionError("nothing stopped it")
 
 

@@ -5,10 +5,10 @@
 
 from lightning_air.strategy.air import AirStrategy, register_names
 from lightning_air.strategy.checkpoint_io import CollectiveCheckpointIO
-from lightning_air.strategy.ddp import AirDDP
-from lightning_air.strategy.fsdp import AirFSDP
+from lightning_air.strategy.ddp import AirDDP as AirDDP
+from lightning_air.strategy.fsdp import AirFSDP as AirFSDP
 from lightning_air.strategy.stop import Stop
 
-__all__ = ["AirDDP", "AirFSDP", "AirStrategy", "CollectiveCheckpointIO", "Stop"]
+__all__ = ["AirStrategy", "CollectiveCheckpointIO", "Stop"]
 
 register_names()

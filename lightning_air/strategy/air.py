@@ -16,21 +16,24 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_air._lightning import (
+    Callback,
     LightningEnvironment,
     LightningModule,
     MultiProcessingLauncher,
     ParallelStrategy,
     PathLike,
+    SIGTERMException,
     StrategyRegistry,
     Trainer,
     TrainerFn,
     all_parts,
     other_package_hint,
+    rank_zero_warn,
     refuse_other_package,
 )
 from lightning_air.strategy.checkpoint_io import is_collective
 from lightning_air.strategy.failure import FailureWatch
-from lightning_air.strategy.loop_stop import LoopStop
+from lightning_air.strategy.loop_stop import SIGTERM_EXIT_CODE, LoopStop
 from lightning_air.strategy.options import SHARDINGS, Sharding, StrategyOptions, check_options, check_sharding
 from lightning_air.strategy.process_group import Membership, backend_for, barrier, choose_backend, join, reduce
 from lightning_air.strategy.stop import Stop
@@ -43,6 +46,15 @@ from lightning_air.strategy.topology import (
 )
 
 T = TypeVar("T")
+
+
+class _AnnounceFirst(Callback):
+    """The first of all callbacks: Lightning asks the strategy last what to do about an exception."""
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        assert isinstance(trainer.strategy, AirStrategy)
+        trainer.strategy._announce(exception)  # noqa: SLF001 - one class in two parts
 
 
 class _FrontDoor:
@@ -121,6 +133,7 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
     ) -> None:
+        self._refuse_another_leafs(sharding)
         self.options = check_options(
             sharding=sharding,
             process_group_backend=process_group_backend,
@@ -138,9 +151,15 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
         )
         self._init_stock(self.options)
         self._loop_stop: LoopStop | None = None
+        self._has_failed = False  # on this rank alone: nobody will join a collective any more
         self._control_group: dist.ProcessGroup | None = None
         self._control_world: dist.ProcessGroup | None = None  # the default group that it was made in
         self._failure_watch: FailureWatch | None = None
+
+    def _refuse_another_leafs(self, sharding: Sharding) -> None:
+        leaf = AirStrategy._leaves[sharding]
+        if type(self) is not leaf:
+            raise ValueError(f"{type(self).__name__} is not for sharding={sharding!r}. Call AirStrategy({sharding!r}).")
 
     def _init_stock(self, options: StrategyOptions) -> None:
         """Initialise the stock strategy that a leaf stands on."""
@@ -266,6 +285,10 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
     def _prepare(self, trainer: Trainer) -> None:
         """Do what stands before every sharding's own setup."""
         refuse_other_package(trainer, *all_parts(trainer))
+        self._has_failed = False
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by Trainer's callback connector
+        if not any(isinstance(callback, _AnnounceFirst) for callback in callbacks):
+            callbacks.insert(0, _AnnounceFirst())
         if trainer.state.fn == TrainerFn.FITTING:
             self._refuse_frozen_model()
         self._choose_grad_mode(trainer)
@@ -319,29 +342,68 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
         if self._loop_stop is not None:
             self._loop_stop.start_validation()
 
-    def _leave_validation_if_agreed(self) -> None:
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
         if self._loop_stop is not None:
-            self._loop_stop.leave_if_agreed_in_validation()
+            self._loop_stop.end_validation()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._raise_if_another_failed()
+        return self._step("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._leave_validation_if_agreed()
-        return super().validation_step(*args, **kwargs)
+        self._raise_if_another_failed()
+        if self._loop_stop is not None:
+            self._loop_stop.leave_if_agreed_in_validation()
+        return self._step("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._raise_if_another_failed()
+        return self._step("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._raise_if_another_failed()
+        if self._loop_stop is not None:
+            self._loop_stop.leave_prediction()
+        return self._step("predict_step", *args, **kwargs)
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step as the stock strategy does."""
+        return getattr(super(), name)(*args, **kwargs)
 
     # ---- failing together -------------------------------------------------------------------------------------------
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
+    def _raise_if_another_failed(self) -> None:
         if self._failure_watch is not None:
             self._failure_watch.raise_if_another_failed()
 
     @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        # The gradients of a collective that was aborted are not to be stepped with.
+        self._raise_if_another_failed()
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._announce(exception)
+
+    def _announce(self, exception: BaseException) -> None:
+        """Tell the other ranks of an exception that they do not share. Idempotent.
+
+        Called before any callback's `on_exception`: one of them may start a collective that nobody else joins.
+        """
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            exception.code = SIGTERM_EXIT_CODE  # Lightning's own is success, and nobody would start the run again
         if self._loop_stop is not None:
             self._loop_stop.end(failed=True)
-        if self._failure_watch is not None and self.stop is None:
+        if self._failure_watch is not None and self.stop is None and not self._has_failed:
+            self._has_failed = True
             self._failure_watch.on_exception(exception)
 
     @override
@@ -367,17 +429,25 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
             self.checkpoint_io.teardown()
             raise
 
+    def _can_meet_others(self) -> bool:
+        """Return whether a collective makes sense; raise if another rank has failed and this one is to learn of it."""
+        if self._has_failed:
+            return False
+        self._raise_if_another_failed()
+        return dist.is_initialized()
+
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     @override
     def barrier(self, name: str | None = None, **kwargs: Any) -> None:
-        """Wait for all ranks. Collective: every rank calls this."""
-        barrier(self.root_device)
+        """Wait for all ranks. Collective: every rank calls this; after a failure it does nothing."""
+        if self._can_meet_others():
+            barrier(self.root_device)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s object on every rank. Collective: every rank calls this."""
-        if not dist.is_initialized():
+        if not self._can_meet_others():
             return obj
         holder = [obj]
         dist.broadcast_object_list(holder, src)
@@ -386,12 +456,14 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Return the tensor reduced over the ranks, in place. Collective: every rank calls this."""
-        return reduce(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor) or not self._can_meet_others():
+            return tensor
+        return reduce(tensor, group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all (or any) ranks decided so. Collective: every rank calls this; no device is involved."""
-        if not dist.is_initialized():
+        if not self._can_meet_others():
             return decision
         count = torch.tensor(int(decision))
         dist.all_reduce(count)
@@ -408,7 +480,14 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
-        """Save through the CheckpointIO: on every rank if it is collective, else as the stock strategy does."""
+        """Save through the CheckpointIO: on every rank if it is collective, else as the stock strategy does.
+
+        After one rank has failed nothing is saved: the ranks are not at the same step, and would wait for each other.
+        """
+        self._raise_if_another_failed()
+        if self._has_failed:
+            rank_zero_warn(f"{filepath} is not saved, since a rank has failed and the others cannot take part.")
+            return
         if is_collective(self.checkpoint_io):
             self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(filepath), storage_options=storage_options)
         else:

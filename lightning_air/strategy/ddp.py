@@ -7,6 +7,8 @@ from lightning_air.strategy.air import AirStrategy
 from lightning_air.strategy.blocks import checkpoint_activations
 from lightning_air.strategy.options import StrategyOptions
 
+_ADVICE = "`strategy=AirStrategy(find_unused_parameters=True)`"
+
 
 class AirDDP(AirStrategy, DDPStrategy, shardings=("ddp",)):
     """What `AirStrategy(sharding="ddp")` makes."""
@@ -19,3 +21,11 @@ class AirDDP(AirStrategy, DDPStrategy, shardings=("ddp",)):
     def setup(self, trainer: Trainer) -> None:
         checkpoint_activations(self._module, self.options.activation_checkpointing)
         super().setup(trainer)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if exception.args and isinstance(exception.args[0], str):  # Lightning's advice leads to another strategy
+            message = exception.args[0].replace("`strategy='ddp_find_unused_parameters_true'`", _ADVICE)
+            message = message.replace("`strategy=DDPStrategy(find_unused_parameters=True)`", _ADVICE)
+            exception.args = (message, *exception.args[1:])

@@ -49,7 +49,7 @@ _generations = itertools.count()
 class Failure:
     """The first error of a group: the rank it happened on, and what it was."""
 
-    rank: int
+    global_rank: int
     where: str
     error: str
 
@@ -81,6 +81,7 @@ class FailureWatch:
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._membership = membership
+        store.set_timeout(_STORE_TIMEOUT)
         self._store = dist.PrefixStore(f"lightning_air/failure/{next(_generations)}", store)
         self._abort = abort
         self._exit_process = exit_process
@@ -123,7 +124,7 @@ class FailureWatch:
     def _tell(self, exception: BaseException) -> None:
         """Post this rank's failure, or find out whose was the first."""
         mine = Failure(
-            rank=self._membership.global_rank,
+            global_rank=self._membership.global_rank,
             where=self._membership.describe(self._membership.global_rank),
             error=f"{type(exception).__name__}: {exception}"[:_MAX_MESSAGE_CHARACTERS],
         )
@@ -132,10 +133,10 @@ class FailureWatch:
             if is_consequence and self._failure is None and _looks_like_lost_peer(exception):
                 wait_until(lambda: self._read() is not None, seconds=LATE_POST_SECONDS)
             first = self._post(mine)
-            if first.rank != mine.rank:
+            if first.global_rank != mine.global_rank:
                 self._failure = first
-            self._store.set(f"read/{mine.rank}", "1")
-            if mine.rank in (first.rank, 0):  # rank 0's process holds the store
+            self._store.set(f"read/{mine.global_rank}", "1")
+            if mine.global_rank in (first.global_rank, 0):  # rank 0's process holds the store
                 self._wait_until_all_have_read()
 
     def _post(self, failure: Failure) -> Failure:
@@ -145,7 +146,7 @@ class FailureWatch:
     def _read(self) -> Failure | None:
         if self._failure is None and self._store.check(["first"]):
             failure = _decode(self._store.get("first"))
-            if failure.rank != self._membership.global_rank:
+            if failure.global_rank != self._membership.global_rank:
                 self._failure = failure
         return self._failure
 
@@ -171,18 +172,28 @@ class FailureWatch:
         if self._handled.is_set():
             return
         log.error("%s; ending this rank.", failure)
+        # On a thread of its own: aborting a communicator may itself block, and the deadline must not wait for it.
+        threading.Thread(target=self._try_to_abort, name="air-failure-abort", daemon=True).start()
+        if self._handled.wait(self._grace_seconds):
+            return
+        try:
+            where = self._membership.describe(self._membership.global_rank)
+            # The original stream: sys.stderr may be a notebook's or a logger's, which has no file descriptor.
+            stream = sys.__stderr__ or sys.stderr
+            stream.write(
+                f"{where} is still stuck {self._grace_seconds:g} s after {failure}\nEnding the process. Its stacks:\n"
+            )
+            stream.flush()
+            faulthandler.dump_traceback(file=stream)
+            sys.stdout.flush()
+        finally:
+            self._exit_process(1)
+
+    def _try_to_abort(self) -> None:
         try:
             self._abort()
-        except RuntimeError:
+        except Exception:  # whatever it is, the deadline still holds
             log.exception("aborting the collectives failed")
-        if not self._handled.wait(self._grace_seconds):
-            sys.stderr.write(
-                f"{self._membership.describe(self._membership.global_rank)} is still stuck "
-                f"{self._grace_seconds:g} s after {failure}\nEnding the process. Its stacks:\n"
-            )
-            faulthandler.dump_traceback()
-            sys.stderr.flush()
-            self._exit_process(1)
 
 
 def _decode(value: bytes) -> Failure:

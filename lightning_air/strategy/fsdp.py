@@ -44,7 +44,16 @@ from lightning_air.strategy.blocks import (
 )
 from lightning_air.strategy.checkpoint_io import is_collective
 from lightning_air.strategy.options import StrategyOptions
-from lightning_air.strategy.sharding import WholeParameters, is_sharded, materialize, set_gradient_sync, shard_module
+from lightning_air.strategy.sharding import (
+    WholeParameters,
+    inside_step,
+    is_marked_sharded,
+    is_sharded,
+    mark_sharded,
+    materialize,
+    set_gradient_sync,
+    shard_module,
+)
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -56,8 +65,7 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
     """What `AirStrategy(sharding="fsdp")` and `AirStrategy(sharding="hsdp")` make."""
 
     _compiler: Compiler | None = None
-    _has_sharded = False
-    _is_inside_step = False
+    _connected_module: LightningModule | None = None
 
     @override
     def _init_stock(self, options: StrategyOptions) -> None:
@@ -75,6 +83,8 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
         if module is not None and module._compiler_ctx is not None:  # noqa: SLF001 - set by Lightning, no public name
             self._compiler = module._compiler_ctx["dynamo_ctx"]  # noqa: SLF001
             module = to_uncompiled(module)
+        elif module is not self._connected_module:
+            self._compiler = None
         self._connected_module = module
 
     # ---- setting up -------------------------------------------------------------------------------------------------
@@ -85,10 +95,20 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
         self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
         super().setup_environment()
         if self.sharding == "hsdp":
+            self._refuse_scattered_nodes()
             self._device_mesh = init_device_mesh(
                 self.root_device.type, (self.num_nodes, self.num_processes), mesh_dim_names=("replicate", "shard")
             )
             self._module._device_mesh = self._device_mesh  # noqa: SLF001 - what `LightningModule.device_mesh` shows
+
+    def _refuse_scattered_nodes(self) -> None:
+        here = self.node_rank * self.num_processes + self.local_rank
+        if self.global_rank != here or self.world_size != self.num_nodes * self.num_processes:
+            raise ValueError(
+                f"sharding='hsdp' needs equally many ranks on every node, numbered node by node, but local rank "
+                f"{self.local_rank} of {self.num_processes} on node {self.node_rank} of {self.num_nodes} is rank "
+                f"{self.global_rank} of {self.world_size}. Distribute the tasks in blocks, or use 'fsdp'."
+            )
 
     @property
     def _sharding_mesh(self) -> DeviceMesh:
@@ -109,12 +129,13 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
         if is_fitting and self._layer_sync is not None:  # Trainer(sync_batchnorm=True); the stock base forgets it
             self._layer_sync.apply(module)
         checkpoint_activations(module, self.options.activation_checkpointing)
-        whole = WholeParameters(module)
+        whole = None if is_sharded(module) else WholeParameters(module)
         self.model = self._shard(module, compiler=self._compiler)
         if is_fitting:
             self._shard_averages(trainer)
             self.setup_optimizers(trainer)
-            whole.hand_over(module, self.optimizers)
+            if whole is not None:
+                whole.hand_over(module, self.optimizers)
         self.setup_precision_plugin()
         if is_fitting and not self.options.cpu_offload:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -138,14 +159,12 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
                 cpu_offload=self.options.cpu_offload,
                 keep_roots=module.automatic_optimization,
             )
-            if module.automatic_optimization:
-                module.register_forward_hook(self._after_root_forward)
-        elif self.options.wrap is not None and not self._has_sharded:
+            mark_sharded(module)
+        elif self.options.wrap is not None and not is_marked_sharded(module):
             raise ValueError(
-                f"wrap={self.options.wrap!r} has no effect: configure_model of {type(module).__name__} has sharded the "
-                "model already. Remove one of the two."
+                f"wrap={self.options.wrap!r} has no effect: the model was sharded before, by its configure_model. "
+                "Remove one of the two."
             )
-        self._has_sharded |= needs_sharding
         # Under CPU offload FSDP2 wants the shards in host memory, while buffers, which stay whole, go to the device.
         without_values = materialize(module, torch.device("cpu") if self.options.cpu_offload else self.root_device)
         if without_values:
@@ -182,50 +201,20 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
     # ---- running ----------------------------------------------------------------------------------------------------
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._through_root("training_step", *args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._leave_validation_if_agreed()
-        with self.precision_plugin.val_step_context():
-            return self._through_root("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._through_root("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._through_root("predict_step", *args, **kwargs)
-
-    def _through_root(self, step: str, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a step through the module's `__call__`, where FSDP2 gathers the root's parameters."""
         module = self._module
-        if not isinstance(module, FSDPModule):
-            return getattr(module, step)(*args, **kwargs)
-        self._is_inside_step = True
-        try:
-            output = self._forward_redirection(module, module, step, *args, **kwargs)
-        finally:
-            self._is_inside_step = False
-        if not torch.is_grad_enabled():
-            module.reshard()
-        return output
-
-    def _after_root_forward(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        """Release the root after a forward that no backward follows, outside of any step.
-
-        FSDP2 keeps a root gathered until its backward. Without one it would compute the next forward with the gathered
-        values, whatever has become of the shards since: an optimizer step, averaged weights swapped in, a checkpoint.
-        Inside of a step it must stay: what follows `self(x)` there may use the root's parameters too.
-        """
-        if not self._is_inside_step and not torch.is_grad_enabled():
-            assert isinstance(module, FSDPModule)
-            module.reshard()
+        contexts = {
+            "training_step": self.precision_plugin.train_step_context,
+            "validation_step": self.precision_plugin.val_step_context,
+            "test_step": self.precision_plugin.test_step_context,
+            "predict_step": self.precision_plugin.predict_step_context,
+        }
+        with contexts[name]():
+            if not isinstance(module, FSDPModule):
+                return getattr(module, name)(*args, **kwargs)
+            with inside_step(module):
+                return self._forward_redirection(module, module, name, *args, **kwargs)
 
     @contextmanager
     @override
@@ -252,8 +241,18 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
             return
         # Callbacks put sharded tensors under keys of their own (weight averaging: the weights being trained). The base
         # would pickle rank 0's shard of them into meta.pt and lose the rest.
-        sharded = {key: value for key, value in checkpoint.items() if key != "state_dict" and _holds_shards(value)}
-        sharded.pop("optimizer_states", None)
+        sharded = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", "optimizer_states") and _holds_shards(value)
+        }
+        for key, value in sharded.items():
+            if not isinstance(value, dict) or value.keys() != checkpoint["state_dict"].keys():
+                raise ValueError(
+                    f"The checkpoint holds sharded tensors under {key!r}, which cannot be saved there: only another "
+                    "set of the model's own weights, by name, can. Keep what the callback stores in plain tensors "
+                    "(`tensor.full_tensor()`)."
+                )
         for key in sharded:
             del checkpoint[key]
         if sharded:

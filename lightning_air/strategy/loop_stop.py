@@ -24,22 +24,24 @@ class LoopStop:
         trainer: Whose loop it is.
         launcher: What started other ranks of this node from this process, or None.
         group: A gloo group of all ranks that nothing else uses, or None for a single rank.
-        rank: This rank.
+        global_rank: This rank.
     """
 
-    def __init__(self, trainer: Trainer, launcher: Any | None, group: dist.ProcessGroup | None, rank: int) -> None:
+    def __init__(
+        self, trainer: Trainer, launcher: Any | None, group: dist.ProcessGroup | None, global_rank: int
+    ) -> None:
         self.agreed: Stop | None = None
         self._trainer = trainer
         self._launcher = launcher
         self._group = group
-        self._rank = rank
+        self._global_rank = global_rank
         self._exchanges_left_in_validation = 0
         self._exchange: StopExchange | None = None
         # Private: the public Trainer.received_sigterm can only be read.
         self._connector = trainer._signal_connector  # noqa: SLF001
         self._connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign] # noqa: SLF001
         if trainer.state.fn == TrainerFn.FITTING:
-            self._exchange = StopExchange(group, rank)
+            self._exchange = StopExchange(group, global_rank)
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.leave_if_agreed  # type: ignore[method-assign] # noqa: SLF001
 
     def request(self, reason: str) -> None:
@@ -48,11 +50,12 @@ class LoopStop:
         Raises:
             RuntimeError: If no fit is running.
         """
-        if self._exchange is None:
+        exchange = self._exchange  # another thread may end the loop in between
+        if exchange is None:
             raise RuntimeError(f"No fit is running that could be stopped ({reason!r}).")
-        self._exchange.request(reason)
+        exchange.request(reason)
         if self._group is None:  # one rank: nobody to agree with, and Lightning looks after this batch
-            self.agreed = self.agreed or Stop(self._rank, reason)
+            self.agreed = self.agreed or Stop(self._global_rank, reason)
             self._connector.received_sigterm = True
 
     def leave_if_agreed(self) -> None:
@@ -82,6 +85,19 @@ class LoopStop:
         if self._exchanges_left_in_validation > 0:
             self._exchanges_left_in_validation -= 1
             self.leave_if_agreed()
+
+    def end_validation(self) -> None:
+        """Make the exchanges that this rank's batches left over, so that all ranks have made equally many.
+
+        A rank may run fewer batches than its loaders announce.
+        """
+        while self._exchanges_left_in_validation > 0:
+            self.leave_if_agreed_in_validation()
+
+    def leave_prediction(self) -> None:
+        """Leave a prediction if this rank has received SIGTERM; Lightning's own loop never looks."""
+        if self._connector.received_sigterm:
+            raise SIGTERMException(SIGTERM_EXIT_CODE)
 
     def end(self, *, failed: bool) -> None:
         """Stop exchanging. After a failure the last exchange is dropped: it may wait for a rank that is gone."""

@@ -5,6 +5,7 @@ Collective: every rank calls `shard_module` with the same module tree.
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+# Marks on the module itself: it outlives the Trainer and the strategy that sharded it.
+_SHARDED_BY_US = "_air_sharded"
+_INSIDE_STEP = "_air_is_inside_step"
 
 
 def shard_module(
@@ -81,6 +86,41 @@ def is_sharded(module: nn.Module) -> bool:
     )
 
 
+def mark_sharded(module: nn.Module) -> None:
+    """Note on the module that AirStrategy has sharded it, and release its root whenever that is due.
+
+    FSDP2 keeps a root gathered until its backward. After a forward without one it would compute the next forward with
+    the gathered values, whatever has become of the shards since: an optimizer step, averaged weights swapped in, a
+    checkpoint. Inside of a step it must stay: what follows `self(x)` there may use the root's parameters too.
+    """
+    setattr(module, _SHARDED_BY_US, True)
+    if isinstance(module, FSDPModule):
+        module.register_forward_hook(_release_after_forward)
+
+
+def is_marked_sharded(module: nn.Module) -> bool:
+    """Return whether AirStrategy, not the user, has sharded this module, under this or an earlier Trainer."""
+    return hasattr(module, _SHARDED_BY_US)
+
+
+@contextmanager
+def inside_step(module: FSDPModule) -> Iterator[None]:
+    """Keep the root gathered inside, and release it at the end unless a backward follows."""
+    setattr(module, _INSIDE_STEP, True)
+    try:
+        yield
+    finally:
+        setattr(module, _INSIDE_STEP, False)
+    if not torch.is_grad_enabled():
+        module.reshard()
+
+
+def _release_after_forward(module: nn.Module, _args: object, _output: object) -> None:
+    if not getattr(module, _INSIDE_STEP, False) and not torch.is_grad_enabled():
+        assert isinstance(module, FSDPModule)
+        module.reshard()
+
+
 class WholeParameters:
     """The parameters of a module before sharding put others in their place.
 
@@ -124,7 +164,10 @@ def _whole_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _place_from_rank_zero(tensor: Tensor, device: torch.device) -> None:
     # A parameter keeps its identity (it may be tied, or known to a callback): its data is replaced, as in Module.to.
-    tensor.data = tensor.data.to(device).contiguous()
+    tensor.data = tensor.data.to(device)
     if dist.get_world_size() > 1 and tensor.numel():
+        whole = tensor.data.contiguous()
         # As bytes: gloo has no broadcast for some dtypes (int16, float8, complex).
-        dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+        if whole.data_ptr() != tensor.data.data_ptr():  # another memory format, which it keeps
+            tensor.data.copy_(whole)

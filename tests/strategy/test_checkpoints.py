@@ -182,6 +182,28 @@ def test_a_collective_io_saves_and_loads_on_every_rank(sharding: str, tmp_path: 
         assert_resumed_as_if_never_stopped(resumed, whole)
 
 
+class KeepsShards(Callback):
+    """A callback's state that holds shards: on rank 0 alone it would be half of them."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.kept = {"weights": pl_module.state_dict()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return getattr(self, "kept", {})
+
+
+def save_with_kept_shards() -> None:
+    trainer = make_trainer("fsdp", None, [KeepsShards()], 1)
+    batches = loader(trainer.world_size, trainer.global_rank)
+    trainer.fit(Regression(), batches, batches)
+    trainer.save_checkpoint("last.ckpt")
+
+
+def test_shards_that_would_be_lost_are_refused_by_key() -> None:
+    for result in run_ranks(save_with_kept_shards, 2):
+        assert "ValueError: The checkpoint holds sharded tensors under 'callbacks'" in (result.error or "")
+
+
 def who_saves_removes_and_ends(io: Any, sharding: str, path: str, *, fails: bool) -> dict[str, Any]:
     trainer = make_trainer(sharding, [io], [SaveAt(path)], 1)
     if fails:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_air import AirStrategy
 from tests.kit.points import reach
@@ -43,6 +45,69 @@ class FailsOn(Callback):
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._maybe("validation", trainer)
+
+
+class FailsInEvaluation(Regression):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.3)  # rank 0 has minutes of them to go
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ValueError("boom in predict")
+        return batch[0]
+
+
+def predict() -> None:
+    trainer = Trainer(**fast_trainer_kwargs(Path.cwd(), strategy=AirStrategy(), use_distributed_sampler=False))
+    trainer.predict(FailsInEvaluation(), loader(batch_size=1))
+
+
+def test_a_rank_in_a_prediction_learns_of_it_at_its_next_batch() -> None:
+    healthy, failing = run_ranks(predict, 2)
+    assert "ValueError: boom in predict" in (failing.error or "")
+    assert "RuntimeError: rank 1 (node 0, local rank 1) failed first: ValueError: boom" in (healthy.error or "")
+    assert healthy.seconds < 15
+
+
+def fit_saving_on_exception(sharding: str) -> None:
+    """A stock callback that saves, together with all ranks, when this rank alone has failed."""
+    saver = ModelCheckpoint(dirpath=Path.cwd() / "saved", save_on_exception=True, every_n_train_steps=1000)
+    trainer = Trainer(
+        **fast_trainer_kwargs(
+            Path.cwd(),
+            strategy=AirStrategy(sharding),
+            use_distributed_sampler=False,
+            callbacks=[saver, FailsOn(1, "training")],
+            enable_checkpointing=True,
+            max_epochs=20,
+        )
+    )
+    batches = loader(trainer.world_size, trainer.global_rank)
+    trainer.fit(Regression(), batches, batches)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_a_callback_that_saves_on_exception_hangs_nobody(sharding: str) -> None:
+    healthy, failing = run_ranks(fit_saving_on_exception, 2, args=(sharding,), warnings_as_errors=False)
+    assert "ValueError: boom in training" in (failing.error or "")
+    assert "rank 1 (node 0, local rank 1) failed first: ValueError: boom in training" in (healthy.error or "")
+    assert max(healthy.seconds, failing.seconds) < DEADLINE_SECONDS
+
+
+class UnusedParameter(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(2, 2)
+
+
+def fit_with_unused_parameter() -> None:
+    trainer = Trainer(**fast_trainer_kwargs(Path.cwd(), strategy=AirStrategy(), use_distributed_sampler=False))
+    batches = loader(trainer.world_size, trainer.global_rank)
+    trainer.fit(UnusedParameter(), batches, batches)
+
+
+def test_the_advice_about_unused_parameters_keeps_the_strategy() -> None:
+    for result in run_ranks(fit_with_unused_parameter, 2):
+        assert "AirStrategy(find_unused_parameters=True)" in (result.error or "")
+        assert "DDPStrategy(find_unused_parameters" not in (result.error or "")
 
 
 def fit(sharding: str, failing: FailsOn | None, extra: tuple[Callback, ...] = ()) -> None:

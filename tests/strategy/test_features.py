@@ -528,6 +528,45 @@ def test_validate_fit_test_predict_with_one_trainer(sharding: str) -> None:
     torch.testing.assert_close(together, expected["predictions"], rtol=1e-4, atol=1e-4)
 
 
+class UsesRootAfterForward(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        output = self(x)
+        self.log("val_loss", nn.functional.mse_loss(output * self.scale, y), sync_dist=True)
+
+
+def one_model_under_two_trainers(sharding: str | None) -> list[float]:
+    torch.manual_seed(1)
+    module = UsesRootAfterForward()
+    losses = []
+    for is_first in (True, False):
+        options = {} if sharding in (None, "ddp") else {"wrap": ["Block"]}
+        strategy: Any = AirStrategy(sharding, **options) if sharding else "auto"
+        kwargs = fast_trainer_kwargs(".", strategy=strategy, use_distributed_sampler=False, num_sanity_val_steps=0)
+        trainer = Trainer(**kwargs)
+        batches = loader(trainer.world_size, trainer.global_rank)
+        if is_first:
+            trainer.fit(module, batches, batches)
+            losses.append(trainer.validate(module, batches, verbose=False)[0]["val_loss"])
+        else:
+            losses.append(trainer.validate(module, batches, verbose=False)[0]["val_loss"])
+            trainer.fit(module, batches, batches)
+            losses.append(float(trainer.callback_metrics["val_loss"]))
+    return losses
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_one_model_under_two_trainers(sharding: str) -> None:
+    expected = one_model_under_two_trainers(None)
+    for losses in on_two_ranks(one_model_under_two_trainers, sharding):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_leaf_is_made_by_the_front_door_only() -> None:
+    with pytest.raises(ValueError, match=r"AirDDP is not for sharding='fsdp'\. Call AirStrategy"):
+        type(AirStrategy())("fsdp")
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_air import AirStrategy
@@ -88,7 +89,7 @@ def test_sigterm_on_one_rank_ends_all_at_the_same_step(sharding: str, rank: int)
     assert seen[0]["step"] == seen[1]["step"]
     # About a second of steps, and one or two more until the answer is read; never a minute of them.
     assert 5 <= seen[0]["step"] < 5 + 10 / STEP_SECONDS
-    assert [(one["stop"].rank, one["stop"].reason) for one in seen] == [(rank, "SIGTERM")] * 2
+    assert [(one["stop"].global_rank, one["stop"].reason) for one in seen] == [(rank, "SIGTERM")] * 2
     assert [one["exit code"] for one in seen] == [143, 143]
 
 
@@ -103,7 +104,7 @@ def test_sigterm_during_validation_ends_all_at_the_same_validation_batch(shardin
         second["validating"],
         second["batch"],
     )
-    assert first["stop"].rank == 1
+    assert first["stop"].global_rank == 1
 
 
 def test_one_rank_alone_stops_after_its_batch() -> None:
@@ -112,6 +113,33 @@ def test_one_rank_alone_stops_after_its_batch() -> None:
     )
     (seen,) = values(results)
     assert (seen["exception"], seen["step"], seen["stop"].reason) == ("SIGTERMException", 5, "SIGTERM")
+    assert seen["exit code"] == 143
+
+
+class SlowEvaluation(Regression):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(STEP_SECONDS)
+        reach(f"batch:{batch_idx}")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(STEP_SECONDS)
+        reach(f"batch:{batch_idx}")
+        return batch[0]
+
+
+def evaluate_until_stopped(function: str) -> int | str | None:
+    trainer = Trainer(**fast_trainer_kwargs(Path.cwd(), strategy=AirStrategy()))
+    try:
+        getattr(trainer, function)(SlowEvaluation(), loader())
+    except SIGTERMException as exception:
+        return exception.code
+    return "not stopped"
+
+
+@pytest.mark.parametrize("function", ["test", "predict"])
+def test_sigterm_in_an_evaluation_ends_it_with_the_same_status(function: str) -> None:
+    results = run_ranks(evaluate_until_stopped, 1, args=(function,), signals={(0, "batch:3"): signal.SIGTERM})
+    assert values(results) == [143]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -119,7 +147,7 @@ def test_a_callback_can_ask_for_a_stop_with_a_reason(world_size: int) -> None:
     seen = values(run_ranks(fit_until_stopped, world_size, args=("ddp", {"limit_val_batches": 0}, 3)))
     assert len({one["step"] for one in seen}) == 1
     assert {one["stop"].reason for one in seen} == {"GPU 3 is too hot"}
-    assert {one["stop"].rank for one in seen} == {world_size - 1}
+    assert {one["stop"].global_rank for one in seen} == {world_size - 1}
 
 
 def test_asking_without_a_fit_is_an_error() -> None:
@@ -157,6 +185,31 @@ def uneven_validation() -> list[int]:
 def test_ranks_with_different_numbers_of_validation_batches_still_train() -> None:
     first, second = values(run_ranks(uneven_validation, 2))
     assert len(first) == 2 * len(second) > 0
+
+
+def cycled_validation() -> int:
+    """Fewer batches run than the loaders announce, and differently many on each rank."""
+    trainer = Trainer(
+        **fast_trainer_kwargs(
+            Path.cwd(), strategy=AirStrategy(), use_distributed_sampler=False, max_epochs=2, num_sanity_val_steps=0
+        )
+    )
+
+    class NoSync(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(STEP_SECONDS)
+
+    rank = trainer.global_rank
+    uneven = [loader(2, rank, batch_size=4 + 4 * rank) for _ in range(2)]
+    exchange: list[Any] = []
+    trainer.callbacks.append(KeepExchange(exchange))
+    trainer.fit(NoSync(), loader(2, rank), CombinedLoader(uneven, "max_size"))
+    return exchange[0].num_steps
+
+
+def test_ranks_exchange_equally_often_whatever_their_loaders_do() -> None:
+    first, second = values(run_ranks(cycled_validation, 2))
+    assert first == second > 16  # the training batches, and those of the validations
 
 
 class CountCollectives(Callback):
