@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_air.strategy.stop import INTERVAL_SECONDS, Stop, StopExchange
+from lightning_air.strategy.stop import INTERVAL_SECONDS, MAX_BATCHES_BETWEEN, Stop, StopExchange
 from tests.kit.points import reach
 from tests.kit.ranks import run_ranks, values
 
@@ -80,6 +80,19 @@ def _stop_after_fast_batches() -> int:
 def test_batches_that_slow_down_delay_a_stop_by_a_bounded_number_of_them() -> None:
     for call in values(run_ranks(_stop_after_fast_batches, 2, init_process_group="gloo")):
         assert 41 < call <= 41 + 18  # the docstring's promise
+
+
+def _stops_after_slowing_down(scenarios: list[Requests], num_fast: int) -> list[tuple[int, Stop]]:
+    fast, slow = itertools.repeat(0.001, num_fast), itertools.repeat(30.0)
+    return [stop_with_requests(requests, itertools.chain(fast, slow)) for requests in scenarios]
+
+
+def test_batches_that_become_slow_are_not_waited_for_by_the_thousand() -> None:
+    # What was measured is the past: a thousand milliseconds would be a thousand half-minutes now.
+    scenarios: list[Requests] = [[(1, after)] for after in range(90, 130)]
+    for found in values(run_ranks(_stops_after_slowing_down, 2, args=(scenarios, 100), init_process_group="gloo")):
+        for [(_, after)], (call, _) in zip(scenarios, found, strict=True):
+            assert call - after <= MAX_BATCHES_BETWEEN + 2
 
 
 def test_when_several_ask_the_highest_is_named_with_its_own_reason() -> None:
