@@ -78,10 +78,14 @@ class HandWrappedStack(Stack):
     """What a user of the stock ModelParallelStrategy writes."""
 
     def configure_model(self) -> None:
-        """Shard every block; the root has no parameters of its own."""
+        """Shard every block, as AirStrategy does; the root has no parameters of its own.
+
+        Without a sharded root each block counts as one, and would by default stay gathered until its backward: fewer
+        collectives, and the memory of the whole model.
+        """
         assert self.device_mesh is not None
         for block in self.blocks:
-            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+            fully_shard(block, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
 
 
 class Clock(Callback):
