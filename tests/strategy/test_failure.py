@@ -1,9 +1,11 @@
 """One rank's error reaches all, wherever they are; a rank that is stuck ends; a normal end disturbs nobody."""
 
+import io
 import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -374,9 +376,18 @@ def test_collectives_are_aborted_and_a_rank_that_then_ends_by_itself_is_left_alo
     assert on_failing == []  # nobody aborts the rank that knows
 
 
-def _abort_fails() -> list[int]:
+def _abort_fails(how: str) -> list[int]:
+    release = threading.Event()
+
     def abort() -> None:
-        raise RuntimeError("no communicator")
+        if how == "blocks":
+            release.wait(20)
+        else:
+            # RuntimeError from a communicator, AssertionError from torch when the group has gone meanwhile.
+            raise {"RuntimeError": RuntimeError, "AssertionError": AssertionError}[how]("no communicator")
+
+    if how == "blocks":
+        sys.stderr = io.StringIO()  # a notebook's or a logger's: it has no file descriptor
 
     ended: list[int] = []
     done = threading.Event()
@@ -400,14 +411,18 @@ def _abort_fails() -> list[int]:
         assert done.wait(10)
 
     run(work, watching)
+    release.set()
+    sys.stderr = sys.__stderr__
     return ended
 
 
-def test_an_abort_that_fails_does_not_save_a_stuck_rank() -> None:
-    results = run_ranks(_abort_fails, 2, init_process_group="gloo")
+@pytest.mark.parametrize("how", ["RuntimeError", "AssertionError", "blocks"])
+def test_an_abort_that_fails_does_not_save_a_stuck_rank(how: str) -> None:
+    results = run_ranks(_abort_fails, 2, args=(how,), init_process_group="gloo")
     ended, _ = values(results)
     assert ended == [1]
-    assert "no communicator" in results[0].output
+    assert ("no communicator" in results[0].output) == (how != "blocks")
+    assert "is still stuck" in results[0].output
 
 
 # ---- a normal end ----------------------------------------------------------------------------------------------------

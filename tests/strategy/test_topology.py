@@ -477,3 +477,28 @@ def test_an_environment_that_contradicts_itself_is_refused_when_the_trainer_is_b
     with pytest.raises(ValueError, match="2 nodes of 8 processes do not make a world of 8"):
         trainer_under(node_command(8, 16, 2, WORLD_SIZE="8"))
     assert not dist.is_initialized()
+
+
+class _Scattered(LightningEnvironment):
+    """Ranks dealt out in turn, as `srun --distribution=cyclic` does: rank 1 is the first of node 1."""
+
+    def global_rank(self) -> int:
+        return 1
+
+    def world_size(self) -> int:
+        return 4
+
+    def node_rank(self) -> int:
+        return 1
+
+    def local_rank(self) -> int:
+        return 0
+
+
+def test_hsdp_refuses_ranks_that_are_not_numbered_node_by_node() -> None:
+    strategy: Any = AirStrategy("hsdp")
+    strategy.cluster_environment = _Scattered()
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    strategy.num_nodes = 2
+    with pytest.raises(ValueError, match=r"local rank 0 of 2 on node 1 of 2 is rank 1 of 4.* use 'fsdp'"):
+        strategy._refuse_scattered_nodes()
