@@ -1,6 +1,23 @@
 """Five parts for training Lightning models on Databricks AI Runtime, a laptop, torchrun or SLURM."""
 
 from lightning_air._version import __version__
+from lightning_air.checkpoint import (
+    AirCheckpoint,
+    AsyncUCCheckpointIO,
+    VolumeReader,
+    VolumeWriter,
+    latest_checkpoint,
+    verify_checkpoint,
+)
 from lightning_air.strategy import AirStrategy
 
-__all__ = ["AirStrategy", "__version__"]
+__all__ = [
+    "AirCheckpoint",
+    "AirStrategy",
+    "AsyncUCCheckpointIO",
+    "VolumeReader",
+    "VolumeWriter",
+    "__version__",
+    "latest_checkpoint",
+    "verify_checkpoint",
+]

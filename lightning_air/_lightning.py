@@ -19,10 +19,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.types import _PATH as PathLike  # noqa: N811
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
+    FSDPStrategy,
     ModelParallelStrategy,
     ParallelStrategy,
     Strategy,
@@ -44,10 +45,12 @@ __all__ = [
     "CheckpointIO",
     "ClusterEnvironment",
     "DDPStrategy",
+    "FSDPStrategy",
     "LightningCLI",
     "LightningEnvironment",
     "LightningModule",
     "MisconfigurationException",
+    "ModelCheckpoint",
     "ModelParallelStrategy",
     "MultiProcessingLauncher",
     "ParallelStrategy",

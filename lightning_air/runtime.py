@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
@@ -181,6 +182,32 @@ def staging_area(path: str | Path | None = None) -> StagingArea:
         )
     existing = next(folder for folder in (chosen, *chosen.parents) if folder.exists())
     return StagingArea(path=chosen, free_bytes=shutil.disk_usage(existing).free)
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Return how much host memory this process may still take, within its container's limit; None if nothing tells.
+
+    Args:
+        root: Where `proc` and `sys` lie.
+    """
+    free = []
+    with suppress(OSError, StopIteration, ValueError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        free.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    for limit, used in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # no such controller, or "max"
+            free.append(int((root / limit).read_text()) - _unreclaimable(root / used))
+    return max(0, min(free)) if free else None
+
+
+def _unreclaimable(used: Path) -> int:
+    """Return a container's memory without the page cache that it gives back when asked."""
+    statistics = dict(line.split() for line in (used.parent / "memory.stat").read_text().splitlines())
+    cache = int(statistics.get("inactive_file", statistics.get("total_inactive_file", 0)))
+    return int(used.read_text()) - cache
 
 
 class _Environment:

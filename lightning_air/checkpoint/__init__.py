@@ -1,1 +1,22 @@
-"""Asynchronous, verified, atomic checkpoints on volumes, URLs and local folders (to come)."""
+"""Checkpoints that are never lost: asynchronous, verified, published whole, and loaded anywhere."""
+
+from lightning_air.checkpoint.callback import AirCheckpoint
+from lightning_air.checkpoint.io import AsyncUCCheckpointIO
+from lightning_air.checkpoint.latest import latest_checkpoint
+from lightning_air.checkpoint.saver import CheckpointFailedError, SaveReport
+from lightning_air.checkpoint.untrusted import BadCheckpointError
+from lightning_air.checkpoint.verify import verify_checkpoint
+from lightning_air.checkpoint.volume_reader import VolumeReader
+from lightning_air.checkpoint.volume_writer import VolumeWriter
+
+__all__ = [
+    "AirCheckpoint",
+    "AsyncUCCheckpointIO",
+    "BadCheckpointError",
+    "CheckpointFailedError",
+    "SaveReport",
+    "VolumeReader",
+    "VolumeWriter",
+    "latest_checkpoint",
+    "verify_checkpoint",
+]

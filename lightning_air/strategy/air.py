@@ -6,7 +6,7 @@
 failing together, and who calls the CheckpointIO.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -34,6 +34,7 @@ from lightning_air._lightning import (
 from lightning_air.strategy.checkpoint_io import is_collective
 from lightning_air.strategy.failure import FailureWatch
 from lightning_air.strategy.loop_stop import SIGTERM_EXIT_CODE, LoopStop
+from lightning_air.strategy.names import noted, with_own_names
 from lightning_air.strategy.options import SHARDINGS, Sharding, StrategyOptions, check_options, check_sharding
 from lightning_air.strategy.process_group import Membership, backend_for, barrier, choose_backend, join, reduce
 from lightning_air.strategy.stop import Stop
@@ -254,6 +255,8 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
             self._failure_watch = FailureWatch(membership, store, abort=self._abort_collectives)
             self._failure_watch.start()
         super().setup_environment()  # the stock strategy finds the group made
+        if is_collective(self.checkpoint_io):
+            self.checkpoint_io.connect(self.sharding)
 
     def _membership(self) -> Membership:
         assert self.cluster_environment is not None
@@ -489,9 +492,17 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
             rank_zero_warn(f"{filepath} is not saved, since a rank has failed and the others cannot take part.")
             return
         if is_collective(self.checkpoint_io):
-            self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(filepath), storage_options=storage_options)
+            with_notes = noted(checkpoint, self._module, self.optimizers)
+            self.checkpoint_io.save_checkpoint(with_notes, self.broadcast(filepath), storage_options=storage_options)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if is_collective(self.checkpoint_io):
+            state = with_own_names(checkpoint["state_dict"], self._module)
+            checkpoint = {**checkpoint, "state_dict": state}
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:

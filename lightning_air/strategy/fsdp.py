@@ -14,13 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree  # no public name; what FSDP2 itself walks containers with
 from typing_extensions import override
 
@@ -43,6 +43,7 @@ from lightning_air.strategy.blocks import (
     outermost_modules,
 )
 from lightning_air.strategy.checkpoint_io import is_collective
+from lightning_air.strategy.names import checkpoint_name, with_own_names
 from lightning_air.strategy.options import StrategyOptions
 from lightning_air.strategy.sharding import (
     WholeParameters,
@@ -277,18 +278,40 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
     def _load_collectively(self, path: PathLike, weights_only: bool | None) -> dict[str, Any]:
         assert is_collective(self.checkpoint_io)
         module = self._module
-        model_state = get_model_state_dict(module)
+        own = module.state_dict()
+        model_state = {checkpoint_name(name): value for name, value in own.items()}
         optimizer_states = {
             f"optimizer_{index}": get_optimizer_state_dict(module, optimizer)
             for index, optimizer in enumerate(self.optimizers)
         }
+
+        def like(last_key: str, shape: tuple[int, ...]) -> Tensor | None:  # weight averages, name by name
+            value = model_state.get(last_key)
+            return torch.empty_like(value) if value is not None and value.shape == shape else None
+
         checkpoint = self.checkpoint_io.load_checkpoint(
-            self.broadcast(path), weights_only=weights_only, state={"state_dict": model_state, **optimizer_states}
+            self.broadcast(path),
+            weights_only=weights_only,
+            state={"state_dict": model_state, **optimizer_states},
+            like=like,
         )
-        module.load_state_dict(model_state, strict=module.strict_loading)
+        module.load_state_dict(with_own_names(model_state, module), strict=module.strict_loading)
         for optimizer, state in zip(self.optimizers, optimizer_states.values(), strict=True):
             set_optimizer_state_dict(module, optimizer, optim_state_dict=state)
+        checkpoint["state_dict"] = own  # for callbacks; the strategy has loaded it
         return checkpoint
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if is_collective(self.checkpoint_io):  # it copies what it needs; the stock base copies all to the host first
+            return self._module.state_dict()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if is_collective(self.checkpoint_io):
+            return getattr(optimizer, "_optimizer", optimizer).state_dict()  # as every strategy unwraps Lightning's
+        return super().optimizer_state(optimizer)
 
     @override
     def _teardown_stock(self) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from torch.distributed.tensor import DTensor
 
 from lightning_air import AirStrategy
+from lightning_air.checkpoint.lightning_form import numbers_to_names
 from tests.kit.ranks import run_ranks, values
 from tests.kit.trainers import fast_trainer_kwargs
 from tests.strategy.training import Outcome, RecordLosses, Regression, full_weights, loader
@@ -29,18 +30,29 @@ class CollectiveIO(CheckpointIO):
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
 
+    def connect(self, sharding: str) -> None:
+        self.calls.append(("connect", sharding))
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         self.calls.append(("save", str(path)))
         rest = dict(checkpoint)
+        names = rest.pop("lightning_air")["parameter_names"]
         sharded = {"state_dict": rest.pop("state_dict")}
-        sharded |= {f"optimizer_{index}": state for index, state in enumerate(rest.pop("optimizer_states", []))}
+        states = zip(rest.pop("optimizer_states", []), names, strict=True)
+        sharded |= {f"optimizer_{index}": numbers_to_names(*pair) for index, pair in enumerate(states)}
         dcp.save(sharded, checkpoint_id=path)
         if dist.get_rank() == 0:
             torch.save(rest, Path(path, "rest.pt"))
         dist.barrier()
 
     def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: Any = None, *, state: dict[str, Any] | None = None
+        self,
+        path: Any,
+        map_location: Any = None,
+        weights_only: Any = None,
+        *,
+        state: dict[str, Any] | None = None,
+        like: Any = None,
     ) -> dict[str, Any]:
         self.calls.append(("load", str(path)))
         rest = torch.load(Path(path, "rest.pt"), weights_only=False)
@@ -176,9 +188,9 @@ def test_a_collective_io_saves_and_loads_on_every_rank(sharding: str, tmp_path: 
     whole = fit_plain(None, 3, None, None)
     path = str(tmp_path / "step")
     for saved in values(run_ranks(fit_collectively, 2, args=(sharding, 1, path, None))):
-        assert saved.extra["calls"] == [("save", path), ("teardown", "")]
+        assert saved.extra["calls"] == [("connect", sharding), ("save", path), ("teardown", "")]
     for resumed in values(run_ranks(fit_collectively, 4, args=(sharding, 3, None, path))):
-        assert resumed.extra["calls"] == [("load", path), ("teardown", "")]
+        assert resumed.extra["calls"] == [("connect", sharding), ("load", path), ("teardown", "")]
         assert_resumed_as_if_never_stopped(resumed, whole)
 
 
@@ -279,5 +291,6 @@ def sharded_names(path: str) -> bool:
     batches = loader(trainer.world_size, trainer.global_rank)
     trainer.fit(Regression(), batches, batches)
     model_is_sharded = all(isinstance(kept["state_dict"][name], DTensor) for name in ("scale", "net.inp.weight"))
+    names = kept["lightning_air"]["parameter_names"][0][0]
     state = kept["optimizer_states"][0]["state"]
-    return model_is_sharded and isinstance(state["net.inp.weight"]["exp_avg"], DTensor)
+    return model_is_sharded and isinstance(state[names.index("net.inp.weight")]["exp_avg"], DTensor)

@@ -1,0 +1,214 @@
+"""Load a checkpoint on all ranks: verified before it is used, each file fetched once per node, one verdict for all.
+
+A checkpoint that turns out damaged is passed over for the newest valid one beside it, and the warning says which file
+was wrong and how. What must not be passed over is raised: a file that names code to run, a checkpoint of a newer
+version, a model that does not fit.
+"""
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_air.checkpoint.load_session import Like, Session, State, session_for
+from lightning_air.checkpoint.opened import read_small_files
+from lightning_air.checkpoint.places import parent
+from lightning_air.checkpoint.ranks import Ranks
+from lightning_air.checkpoint.shelf import Shelf
+from lightning_air.checkpoint.transfer import download
+from lightning_air.checkpoint.untrusted import BadCheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+
+Verify = Literal["digest", "size", "off"]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How checkpoints are loaded.
+
+    Attributes:
+        verify: "digest" compares all bytes that are used with the manifest, "size" the files' sizes.
+        cache_dir: A local folder for files on their way.
+        max_download_workers: How many files one rank downloads at once.
+        deadline_seconds: How long all downloads may take.
+    """
+
+    verify: Verify
+    cache_dir: Path
+    max_download_workers: int
+    deadline_seconds: float
+
+
+class _DamagedError(Exception):
+    """Some rank has found the checkpoint damaged; every rank raises it at the same point."""
+
+
+class Loader:
+    """Loads for one rank.
+
+    Args:
+        ranks: Who loads together.
+        shelf: Where checkpoints lie.
+        sharing: Which ranks see the same cache folder, this one among them.
+        options: How.
+        warn: How to warn; called on rank 0.
+    """
+
+    def __init__(
+        self, ranks: Ranks, shelf: Shelf, sharing: list[int], options: LoadOptions, *, warn: Callable[[str], None]
+    ) -> None:
+        self._ranks = ranks
+        self._shelf = shelf
+        self._sharing = sharing
+        self._options = options
+        self._warn = warn
+
+    def load(
+        self,
+        path: str,
+        *,
+        state: dict[str, Any] | None = None,
+        like: Like | None = None,
+        weights_only: bool | None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Load a checkpoint, or the newest valid one beside it. Collective: every rank calls this.
+
+        Args:
+            path: The same on every rank; a folder, a single file, or a pointer to one.
+            state: Nested: tensors to fill in place, `state_dict` and `optimizer_<i>`. None: all of it is returned.
+            like: With `state`: what to load other stored tensors into, by their last key and shape; None leaves a
+                tensor to be loaded whole.
+            weights_only: As for `torch.load`.
+
+        Returns:
+            Where it was loaded from, and the checkpoint without what was filled in place.
+
+        Raises:
+            FileNotFoundError: If nothing is there.
+            BadCheckpointError: If it cannot be used, and no other can.
+            ValueError: If it does not fit the state.
+        """
+        problems: list[str] = []
+        for candidate in self._candidates(path):
+            try:
+                loaded = self._load(candidate, state, like, weights_only=weights_only)
+            except _DamagedError as damage:
+                problems.append(str(damage))
+                continue
+            if problems and self._ranks.global_rank == 0:
+                self._warn(f"{' '.join(problems)} Loading {candidate} instead.")
+            return candidate, loaded
+        if not problems:
+            raise FileNotFoundError(f"There is no checkpoint at {path}.")
+        raise DamagedCheckpointError(f"{' '.join(problems)} There is no other valid checkpoint beside it.")
+
+    # ---- choosing one ------------------------------------------------------------------------------------------------
+
+    def _candidates(self, path: str) -> Iterator[str]:
+        """Give what was asked for, then what lies beside it, newest first. Collective, step by step."""
+        first = self._told_by_first(lambda: self._asked_for(path))
+        yield from first
+        if first:
+            beside = self._told_by_first(lambda: self._beside(path))
+            yield from (candidate for candidate in beside if candidate not in first)
+
+    def _asked_for(self, path: str) -> list[str]:
+        root = self._shelf.resolve(path)
+        generations = self._shelf.generations(root)
+        return [generations[number] for number in sorted(generations, reverse=True)]
+
+    def _beside(self, path: str) -> list[str]:
+        return self._shelf.newest_first(parent(self._shelf.resolve(path)))
+
+    # ---- loading one -------------------------------------------------------------------------------------------------
+
+    def _load(self, path: str, state: State | None, like: Like | None, *, weights_only: bool | None) -> State:
+        """Return the checkpoint. Collective; raises on every rank if it raises on one."""
+        contents = self._told_by_first(lambda: read_small_files(path, self._shelf.open_store(path)))
+        session = session_for(path, self._shelf.open_store, contents, state, like)
+        cache = None
+        if not session.store.is_local:
+            cache = self._options.cache_dir / f"lightning-air-load-{self._ranks.broadcast(uuid.uuid4().hex)}"
+        try:
+            self._together(lambda: session.plan(weights_only=weights_only))
+            needs = self._ranks.all_gather(sorted(session.files))
+            self._together(lambda: self._fetch(session, needs, cache))
+            loaded: State = self._together(lambda: session.read(cache, weights_only=weights_only))
+        finally:
+            if cache is not None:
+                self._ranks.all_gather(None)  # nobody reads any more
+                if self._ranks.global_rank == min(self._sharing):
+                    shutil.rmtree(cache, ignore_errors=True)
+        return loaded
+
+    def _fetch(self, session: Session, needs: list[list[str]], cache: Path | None) -> None:
+        """Have the files that this node needs verified, and in its cache if they are not local; each rank its part."""
+        union = sorted({file for rank in self._sharing for file in needs[rank]})
+        mine = union[self._sharing.index(self._ranks.global_rank) :: len(self._sharing)]
+        if cache is not None:
+            cache.mkdir(parents=True, exist_ok=True)
+            download(
+                session.store,
+                [(file, cache / file) for file in mine],
+                max_workers=self._options.max_download_workers,
+                deadline_seconds=self._options.deadline_seconds,
+            )
+        if self._options.verify != "off":
+            for file in mine:
+                path = session.store.path(file) if cache is None else cache / file
+                session.verify(file, path, by_digest=self._options.verify == "digest")
+
+    # ---- one verdict for all -----------------------------------------------------------------------------------------
+
+    def _told_by_first(self, call: Callable[[], Any]) -> Any:
+        """Return on every rank what rank 0 finds, or raise its error. Collective: every rank calls this."""
+        value: Any = None
+        error: Exception | None = None
+        if self._ranks.global_rank == 0:
+            try:
+                value = call()
+            except Exception as raised:  # noqa: BLE001 - raised below, on every rank
+                error = raised
+        value, told = self._ranks.broadcast((value, None if error is None else _told(error)))
+        if told is not None:
+            self._raise(told, 0, error)
+        return value
+
+    def _together(self, call: Callable[[], Any]) -> Any:
+        """Do a step on every rank; if one fails, all raise the first one's error. Collective: every rank calls this."""
+        value: Any = None
+        error: Exception | None = None
+        try:
+            value = call()
+        except Exception as raised:  # noqa: BLE001 - every rank has to come to the meeting
+            error = raised
+        verdicts = self._ranks.all_gather(None if error is None else _told(error))
+        failed = [(rank, told) for rank, told in enumerate(verdicts) if told is not None]
+        if failed:  # what must not be passed over comes first
+            rank, told = min(failed, key=lambda item: (item[1][0] == "damaged", item[0]))
+            self._raise(told, rank, error)
+        return value
+
+    def _raise(self, told: tuple[str, str], rank: int, own: Exception | None) -> None:
+        kind, message = told
+        if kind == "damaged":
+            raise _DamagedError(f"{message.rstrip('.')}.") from own
+        if own is not None and _told(own)[0] == kind:
+            raise own
+        message = message if rank == self._ranks.global_rank else f"On rank {rank}: {message}"
+        raise {"unsafe": UnsafeCheckpointError, "bad": BadCheckpointError, "value": ValueError}.get(kind, RuntimeError)(
+            message
+        )
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """Return what the other ranks are to know of an error: its kind and its message."""
+    kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
+        ("damaged", (DamagedCheckpointError, OSError)),
+        ("unsafe", (UnsafeCheckpointError,)),
+        ("bad", (BadCheckpointError,)),
+        ("value", (ValueError,)),
+    )
+    kind = next((kind for kind, types in kinds if isinstance(error, types)), "other")
+    return kind, f"{error}" if kind != "other" else f"{type(error).__name__}: {error}"

@@ -1,0 +1,101 @@
+"""A checkpoint folder whose small files have been read and checked: what lies where, and what it must look like."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_air.checkpoint.manifest import (
+    MANIFEST_NAME,
+    OBJECTS_NAME,
+    WRITTEN_BY,
+    Manifest,
+    digest_bytes,
+    digest_file,
+)
+from lightning_air.checkpoint.metadata_file import load_metadata
+from lightning_air.checkpoint.places import join
+from lightning_air.checkpoint.reading import ask
+from lightning_air.checkpoint.retry import Patience
+from lightning_air.checkpoint.store import METADATA_NAME, Store
+from lightning_air.checkpoint.untrusted import DamagedCheckpointError
+
+# How long one question to a store is tried again.
+_PATIENCE_SECONDS = 60.0
+
+
+def read_small_files(path: str, store: Store) -> dict[str, bytes] | None:
+    """Return `.metadata`, and `manifest.json` and `meta.pt` where they are there; None if there is no `.metadata`.
+
+    Raises:
+        OSError: Naming the file that cannot be read.
+    """
+    contents = {}
+    for file in (METADATA_NAME, MANIFEST_NAME, OBJECTS_NAME):
+        try:
+            if ask(store, lambda file=file: store.num_bytes(file), Patience(_PATIENCE_SECONDS)) is not None:  # type: ignore[misc]
+                contents[file] = ask(store, lambda file=file: store.read(file), Patience(_PATIENCE_SECONDS))  # type: ignore[misc]
+        except OSError as error:
+            raise OSError(error.errno, f"{join(path, file)} cannot be read: {error}") from error
+    return contents if METADATA_NAME in contents else None
+
+
+@dataclass(frozen=True)
+class OpenedFolder:
+    """A checkpoint that can be planned with.
+
+    Attributes:
+        path: Where it is.
+        metadata: What lies where.
+        manifest: What each file must look like; None if another program wrote it.
+        meta: The content of `meta.pt`, if it has one.
+    """
+
+    path: str
+    metadata: Metadata
+    manifest: Manifest | None
+    meta: bytes | None
+
+    @classmethod
+    def check(cls, path: str, contents: dict[str, bytes]) -> "OpenedFolder":
+        """Return the folder with these small files.
+
+        Raises:
+            DamagedCheckpointError: If one of them is missing, or not as it was written.
+            UnsafeCheckpointError: If `.metadata` names what none needs.
+            NewerCheckpointError: If a newer version wrote it.
+        """
+        metadata = load_metadata(contents[METADATA_NAME], source=join(path, METADATA_NAME))
+        manifest = None
+        if MANIFEST_NAME in contents:
+            manifest = Manifest.from_json(contents[MANIFEST_NAME], source=join(path, MANIFEST_NAME))
+            for file in (METADATA_NAME, OBJECTS_NAME):
+                if file not in manifest.files:
+                    continue
+                if file not in contents:
+                    raise DamagedCheckpointError(f"{join(path, file)} is missing")
+                if digest_bytes(contents[file]) != manifest.files[file]:
+                    raise DamagedCheckpointError(f"{join(path, file)} is not as it was written: its digest is another")
+        elif WRITTEN_BY in getattr(metadata.storage_meta, "modules", []):
+            raise DamagedCheckpointError(f"{join(path, MANIFEST_NAME)} is missing")
+        return cls(path, metadata, manifest, contents.get(OBJECTS_NAME))
+
+    def verify(self, file: str, local: Path, *, by_digest: bool) -> None:
+        """Check a local copy of a file, or the file itself. Without a manifest there is nothing to compare with.
+
+        Raises:
+            DamagedCheckpointError: If it is not as it was written.
+        """
+        if self.manifest is None:
+            return
+        record = self.manifest.files.get(file)
+        where = join(self.path, file)
+        if record is None:
+            raise DamagedCheckpointError(f"{where} is not in the manifest")
+        num_bytes = local.stat().st_size
+        if num_bytes != record.num_bytes:
+            raise DamagedCheckpointError(f"{where} has {num_bytes} bytes instead of {record.num_bytes}")
+        if by_digest and (digest := digest_file(local).xxh3_128) != record.xxh3_128:
+            raise DamagedCheckpointError(
+                f"{where} is not as it was written: its digest is {digest} instead of {record.xxh3_128}"
+            )

@@ -1,0 +1,398 @@
+"""SIGKILL at every named point of a save and of a deletion, on either of two ranks, on a local and on a remote place.
+
+Afterwards the newest checkpoint is the one before, or the new one if its `.metadata` was published; it is valid to the
+last bit, what was half written is no checkpoint, and its name can be saved to again. The rank that was not killed ends
+with an error within seconds.
+
+The library knows nothing of these points: the hostile store has them, and a local one is given the same ones here.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_air.checkpoint import AsyncUCCheckpointIO, background, latest_checkpoint, saver, staging, writing
+from lightning_air.checkpoint import io as io_module
+from lightning_air.checkpoint.latest import list_checkpoints
+from lightning_air.checkpoint.local_store import LocalStore
+from lightning_air.checkpoint.places import open_store
+from lightning_air.checkpoint.ranks import Together
+from lightning_air.checkpoint.report import CheckpointReport
+from lightning_air.checkpoint.saver import CheckpointFailedError
+from lightning_air.checkpoint.shelf import Shelf
+from lightning_air.checkpoint.store import METADATA_NAME, Entry, Store
+from lightning_air.checkpoint.verify import verify_checkpoint
+from lightning_air.checkpoint.writing import WriteOptions
+from tests.kit.hostile import Behaviour, HostileStore
+from tests.kit.points import reach
+from tests.kit.ranks import run_ranks
+from tests.kit.running_rank import RankResult
+
+VOLUME = "/Volumes/main/default/hostile"
+Kind = Literal["local", "remote"]
+SURVIVORS_SECONDS = 20.0
+"""How long a rank whose peer was killed may take to end, saving included, on a busy machine."""
+
+
+# ---- places, and what is saved there -----------------------------------------------------------------------------------
+
+
+class Below:
+    """A folder of a hostile store, as a store of its own, so that all of a process share one count of what is put."""
+
+    is_local = False
+
+    def __init__(self, store: HostileStore, folder: str) -> None:
+        self._store = store
+        self._folder = folder
+        self.root = f"{store.root}/{folder}" if folder else store.root
+
+    def _at(self, name: str) -> str:
+        return f"{self._folder}/{name}" if self._folder and name else self._folder or name
+
+    def path(self, name: str) -> Path:
+        return self._store.path(self._at(name))
+
+    def put(self, name: str, source: Path) -> None:
+        self._store.put(self._at(name), source)
+
+    def put_bytes(self, name: str, data: bytes) -> None:
+        self._store.put_bytes(self._at(name), data)
+
+    def get(self, name: str, target: Path) -> None:
+        self._store.get(self._at(name), target)
+
+    def read(self, name: str) -> bytes:
+        return self._store.read(self._at(name))
+
+    def num_bytes(self, name: str) -> int | None:
+        return self._store.num_bytes(self._at(name))
+
+    def md5(self, name: str) -> str | None:
+        return self._store.md5(self._at(name))
+
+    def list(self, folder: str = "") -> list[Entry]:
+        start = len(self._folder) + 1 if self._folder else 0
+        return [
+            Entry(entry.name[start:], entry.is_folder, entry.num_bytes, entry.modified_seconds)
+            for entry in self._store.list(self._at(folder))
+        ]
+
+    def delete(self, name: str) -> None:
+        self._store.delete(self._at(name))
+
+    def delete_folder(self, folder: str) -> None:
+        self._store.delete_folder(self._at(folder))
+
+
+def hostile_places(
+    folder: Path, behaviour: Behaviour | None = None, on_point: Callable[[str], object] = reach
+) -> Callable[[str], Store]:
+    """Return an `open_store` in which the volume `VOLUME` is a hostile store, kept in a folder."""
+    store = HostileStore(folder, behaviour, root=VOLUME, on_point=on_point)
+    return lambda path: Below(store, path.removeprefix(VOLUME).strip("/"))
+
+
+def make_io(open_places: Callable[[str], Store], *, file_bytes: int = 4000, **options: Any) -> AsyncUCCheckpointIO:
+    """Return an IO whose files are small, so that every rank writes several."""
+    io_module.WriteOptions = partial(WriteOptions, file_bytes=file_bytes)  # type: ignore[misc, attr-defined]
+    io = AsyncUCCheckpointIO(**options)
+    io._shelf = Shelf(open_places)
+    return io
+
+
+def root_of(kind: Kind, folder: Path) -> str:
+    return str(folder) if kind == "local" else VOLUME
+
+
+def places_of(kind: Kind, folder: Path, on_point: Callable[[str], object] = reach) -> Callable[[str], Store]:
+    return open_store if kind == "local" else hostile_places(folder, on_point=on_point)
+
+
+def checkpoint_at(step: int) -> dict[str, Any]:
+    """Return a checkpoint as Lightning makes it, the same on every rank; each bit of it says which step it is of."""
+    generator = torch.Generator().manual_seed(step)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    shapes = [(40, 16), (16,), (30, 16), (30,)]
+    return {
+        "global_step": step,
+        "epoch": step // 10,
+        "state_dict": {f"layer.{index}": values(*shape) for index, shape in enumerate(shapes)},
+        "optimizer_states": [
+            {
+                "state": {
+                    index: {"step": torch.tensor(float(step)), "exp_avg": values(*shape)}
+                    for index, shape in enumerate(shapes)
+                },
+                "param_groups": [{"lr": 0.1 / step, "params": [0, 1, 2, 3]}],
+            }
+        ],
+        "loops": {"seen": list(range(step))},
+    }
+
+
+def assert_equal_to_the_bit(found: Any, expected: Any, at: str = "") -> None:
+    """Compare two nested states; of what was loaded, our own notes do not count."""
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, at
+        assert torch.equal(found, expected), at
+    elif isinstance(expected, dict):
+        assert found.keys() - {"lightning_air"} == expected.keys(), at
+        for key, value in expected.items():
+            assert_equal_to_the_bit(found[key], value, f"{at}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), at
+        for index, value in enumerate(expected):
+            assert_equal_to_the_bit(found[index], value, f"{at}.{index}")
+    else:
+        assert found == expected, at
+
+
+# ---- the same points on a local place ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def named_points(folder: Path, on_point: Callable[[str], object] = reach) -> Iterator[None]:
+    """Have this process reach, in a local folder, the points of a `HostileStore`; and those that no store sees.
+
+    `staging #N` lies in the middle of the N-th copy into host memory, `gather #N` and `told #N` before a rank says how
+    the N-th save went there, and before it hears how it ended. Names of files are relative to the folder.
+    """
+    patch = pytest.MonkeyPatch()
+    counts = dict.fromkeys(("staging", "gather", "broadcast"), 0)
+    copy_all, write_file, write, replace = staging._copy_all, writing.write_shard_file, LocalStore._write, Path.replace
+
+    def name_of(path: str | os.PathLike[str]) -> str:
+        return os.path.relpath(path, folder)
+
+    def staged(pairs: list[Any]) -> None:
+        counts["staging"] += 1
+        copy_all(pairs[: len(pairs) // 2])
+        on_point(f"staging #{counts['staging']}")
+        copy_all(pairs[len(pairs) // 2 :])
+
+    def shard(path: Path, name: str, items: Any) -> Any:
+        if not path.is_relative_to(folder):  # on its way to a store, which has points of its own
+            return write_file(path, name, items)
+
+        class Halfway(list):
+            def __iter__(self) -> Iterator[Any]:
+                for index, item in enumerate(items):
+                    yield item
+                    if index == len(items) // 2:
+                        on_point(f"putting {name_of(path)}")
+
+        on_point(f"put {name_of(path)}")
+        written = write_file(path, name, Halfway(items))
+        on_point(f"put done {name_of(path)}")
+        return written
+
+    def small(store: LocalStore, name: str, fill: Callable[[Any], object]) -> None:
+        where = name_of(store.path(name))
+
+        def halves(target: Any) -> None:
+            class Halves:
+                def write(self, data: bytes) -> None:
+                    target.write(data[: len(data) // 2])
+                    target.flush()
+                    on_point(f"putting {where}")
+                    target.write(data[len(data) // 2 :])
+
+            fill(Halves())
+
+        on_point(f"put {where}")
+        write(store, name, halves)
+        on_point(f"put done {where}")
+
+    def renamed(path: Path, target: Any) -> Any:
+        on_point(f"rename {name_of(target)}")
+        moved = replace(path, target)
+        on_point(f"renamed {name_of(target)}")
+        return moved
+
+    def meeting(verb: str, meet: Any) -> Any:
+        def met(ranks: Together, value: Any) -> Any:
+            counts[verb] += 1
+            if verb == "gather":
+                on_point(f"gather #{counts[verb]}")
+            elif counts[verb] % 2 == 0:  # the first one of each save names the folder
+                on_point(f"told #{counts[verb] // 2}")
+            return meet(ranks, value)
+
+        return met
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if is_open and event in {"os.remove", "os.rmdir"} and str(args[0]).startswith(f"{folder}/"):
+            on_point(f"delete {name_of(args[0])}")
+
+    is_open = True
+    sys.addaudithook(audit)
+    patch.setattr(staging, "_copy_all", staged)
+    patch.setattr(writing, "write_shard_file", shard)
+    patch.setattr(LocalStore, "_write", small)
+    patch.setattr(Path, "replace", renamed)
+    patch.setattr(Together, "gather", meeting("gather", Together.gather))
+    patch.setattr(Together, "broadcast", meeting("broadcast", Together.broadcast))
+    try:
+        yield
+    finally:
+        is_open = False
+        patch.undo()
+
+
+# ---- what the ranks do, and what is there afterwards --------------------------------------------------------------------
+
+
+def save_three(kind: Kind, folder: str) -> str:
+    """Save steps 1, 2 and 3, and delete step 1 once step 2 is published."""
+    directory = Path(folder)
+    root = root_of(kind, directory)
+    io = make_io(places_of(kind, directory))
+    with named_points(directory if kind == "local" else Path("/nowhere")):
+        try:
+            io.connect("ddp")
+            for step in (1, 2, 3):
+                io.save_checkpoint(checkpoint_at(step), f"{root}/step={step}.ckpt")
+                io.settle()
+                if step == 2:
+                    io.remove_checkpoint(f"{root}/step=1.ckpt")
+        finally:
+            io.teardown()
+    return "was not killed"
+
+
+def reports_of(kind: Kind, folder: Path) -> dict[int, CheckpointReport]:
+    """Return every byte's verdict on what a reader takes for a checkpoint, by step."""
+    store = places_of(kind, folder)(root_of(kind, folder))
+    published = [found for found in list_checkpoints(store) if found.has_metadata]
+    return {found.step or 0: verify_checkpoint(store, name=found.name, settle_seconds=0.0) for found in published}
+
+
+def newest_step(kind: Kind, folder: Path) -> int:
+    """Return the step of the newest valid checkpoint, having loaded it; fail if it is not what was saved."""
+    open_places, root = places_of(kind, folder), root_of(kind, folder)
+    found = latest_checkpoint(open_places(root), settle_seconds=0.0)
+    assert found is not None
+    assert verify_checkpoint(open_places(root), name=found.rpartition("/")[2], level="digest").valid
+    loaded = make_io(open_places).load_checkpoint(found)
+    assert_equal_to_the_bit(loaded, checkpoint_at(loaded["global_step"]))
+    return loaded["global_step"]
+
+
+def assert_half_written_is_no_checkpoint(kind: Kind, folder: Path, step: int) -> None:
+    """No reader takes what is there for a checkpoint, and a run that comes back can use the name."""
+    open_places, root = places_of(kind, folder), root_of(kind, folder)
+    path, io = f"{root}/step={step}.ckpt", make_io(open_places)
+    metadata = open_places(path).num_bytes(METADATA_NAME)
+    if metadata is None:
+        assert path not in io._shelf.newest_first(root)
+        with pytest.raises(FileNotFoundError):
+            io.load_checkpoint(path)
+    else:  # a volume shows what was written of `.metadata` until then
+        assert not verify_checkpoint(open_places(path), level="digest").valid
+        with pytest.warns(UserWarning, match=rf"step={step}\.ckpt/\.metadata.* Loading .*step=1\.ckpt instead"):
+            assert_equal_to_the_bit(io.load_checkpoint(path), checkpoint_at(1))
+    io.save_and_wait(checkpoint_at(step), path)
+    io.teardown()
+    assert newest_step(kind, folder) == step
+
+
+def assert_survivor_ended(results: list[RankResult], killed: int) -> None:
+    assert results[killed].exitcode == -signal.SIGKILL, results[killed]
+    survivor = results[1 - killed]
+    assert "CheckpointFailedError" in (survivor.error or "") or "RuntimeError" in (survivor.error or ""), survivor
+    assert "timed out after" not in (survivor.error or ""), survivor
+    assert survivor.seconds < SURVIVORS_SECONDS
+
+
+def kill_at(point: str, rank: int, kind: Kind, folder: Path) -> None:
+    results = run_ranks(
+        save_three,
+        2,
+        args=(kind, str(folder)),
+        signals={(rank, point): signal.SIGKILL},
+        init_process_group="gloo",
+        timeout_seconds=SURVIVORS_SECONDS + 10,
+        warnings_as_errors=False,  # that a save failed while another error is on its way is warned of
+    )
+    assert_survivor_ended(results, rank)
+
+
+def around(name: str) -> list[str]:
+    return [f"put {name}", f"putting {name}", f"put done {name}"]
+
+
+SHARDS = ["__{rank}_0.distcp", "__{rank}_1.distcp"]
+BEFORE_PUBLICATION = [
+    "staging #2",
+    *(point for shard in SHARDS for point in around(f"step=2.ckpt/{shard}")),
+    "gather #2",
+]
+PUBLICATION = [
+    *around("step=2.ckpt/meta.pt"),  # the first of them is the one between the shards and meta.pt
+    *around("step=2.ckpt/manifest.json"),
+    *around("step=2.ckpt/.metadata")[:2],
+]
+RENAMING = ["rename step=2.ckpt/.metadata"]
+AFTER_PUBLICATION = ["put done step=2.ckpt/.metadata"]
+DELETION = [
+    "delete step=1.ckpt/.metadata",
+    "delete step=1.ckpt/manifest.json",
+    "delete step=1.ckpt/__1_1.distcp",
+]
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [(rank, point.format(rank=rank)) for rank in (0, 1) for point in BEFORE_PUBLICATION]
+    + [(0, point) for point in PUBLICATION],
+)
+def test_killed_before_publication_the_previous_checkpoint_stands(
+    rank: int, point: str, kind: Kind, tmp_path: Path
+) -> None:
+    kill_at(point, rank, kind, tmp_path)
+    reports = reports_of(kind, tmp_path)
+    assert reports[1].valid
+    assert newest_step(kind, tmp_path) == 1
+    assert_half_written_is_no_checkpoint(kind, tmp_path, step=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "point"),
+    [
+        *((kind, 0, point) for kind in ("local", "remote") for point in [*AFTER_PUBLICATION, *DELETION]),
+        *((kind, rank, "told #2") for kind in ("local", "remote") for rank in (0, 1)),
+        ("local", 0, "renamed step=2.ckpt/.metadata"),
+        ("local", 0, "delete step=1.ckpt"),
+        ("remote", 0, "deleted step=1.ckpt/.metadata"),
+        ("remote", 0, "deleted step=1.ckpt/meta.pt"),
+    ],
+)
+def test_killed_after_publication_the_new_checkpoint_stands(
+    kind: Kind, rank: int, point: str, tmp_path: Path
+) -> None:
+    kill_at(point, rank, kind, tmp_path)
+    assert newest_step(kind, tmp_path) == 2
+    reports = reports_of(kind, tmp_path)
+    assert all(report.valid for report in reports.values()), reports  # what is half deleted is no checkpoint
+    assert (1 in reports) == (not point.startswith(("deleted", "delete")) or point.endswith("delete step=1.ckpt/.metadata"))
+
+
+def test_killed_between_its_writing_and_its_renaming_local_metadata_is_not_published(tmp_path: Path) -> None:
+    kill_at("rename step=2.ckpt/.metadata", 0, "local", tmp_path)
+    assert newest_step("local", tmp_path) == 1
+    assert_half_written_is_no_checkpoint("local", tmp_path, step=2)
