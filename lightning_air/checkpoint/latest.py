@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lightning_air.checkpoint import places
 from lightning_air.checkpoint.manifest import MANIFEST_NAME, OBJECTS_NAME, Manifest
@@ -71,7 +72,8 @@ def list_checkpoints(
     """Return what may be a checkpoint directly in a folder, the newest first; nothing if the folder does not exist.
 
     Nothing is verified. Manifests and `.metadata` are asked for by name, and so is what `last.ckpt` points to, since a
-    listing may not show yet what was written last. Pointer files themselves are left out.
+    listing may not show yet what was written last. Pointer files themselves are left out, and so are links to what
+    lies beside them: they would count twice.
 
     Raises:
         OSError: If the place cannot be read.
@@ -85,6 +87,8 @@ def list_checkpoints(
     found: list[Candidate] = []
 
     def look(entry: Entry) -> None:
+        if store.is_local and _is_link_beside(store.path(entry.name), entry):
+            return
         try:
             candidate = _folder(store, entry, patience) if entry.is_folder else _file(store, entry, patience)
         except OSError as error:
@@ -154,6 +158,13 @@ def latest_checkpoint(
 
 def _warn(report: CheckpointReport) -> None:
     log.warning("Skipping a checkpoint. %s", report)
+
+
+def _is_link_beside(path: Path, entry: Entry) -> bool:
+    """Return whether this is a link to what is listed itself."""
+    target = path.resolve()
+    is_listed = entry.is_folder or target.name.endswith(FILE_SUFFIX)
+    return path.is_symlink() and target.parent == path.parent.resolve() and is_listed
 
 
 def _last(store: Store, patience: Patience) -> str | None:

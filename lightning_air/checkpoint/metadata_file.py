@@ -157,7 +157,7 @@ def _fill_tensor(target: TensorStorageMetadata, state: object) -> None:
                 f"holds a chunk at {tuple(offsets)} of the size {tuple(sizes)} that leaves its tensor of {tuple(size)}"
             )
         num_found += math.prod(sizes)
-    if False:
+    if num_found != num_elements:
         raise DamagedCheckpointError(
             f"holds a tensor of {num_elements} elements whose chunks have {num_found}: the writer left something out"
         )

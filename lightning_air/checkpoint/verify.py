@@ -271,7 +271,6 @@ class _Inspection:
         except FileNotFoundError:
             self._add(file, "missing")
         except OSError as error:
-            self._reader.check_stop()
             if not self._reader.is_local:
                 raise
             self._add(file, "cannot be read", found=str(error))

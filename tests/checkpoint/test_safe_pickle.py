@@ -3,7 +3,9 @@
 import builtins
 import codecs
 import collections
+import copy
 import dataclasses
+import errno
 import functools
 import io
 import operator
@@ -417,6 +419,12 @@ def test_trick_is_refused_and_changes_nothing(trick: str) -> None:
     assert vars(torch.serialization._get_layout) == cache
 
 
+def test_size_of_very_many_dimensions_is_refused() -> None:
+    with pytest.raises(DamagedCheckpointError, match="no list of sizes"):
+        load(metadata_of((1,) * 65))
+    assert load(metadata_of((1,) * 64)) == metadata_of((1,) * 64)
+
+
 def test_bytes_behind_the_end_are_refused() -> None:
     with pytest.raises(DamagedCheckpointError, match="left over"):
         load(pickle.dumps(metadata_of()) + b".")
@@ -785,15 +793,16 @@ def test_zip_bomb_is_not_unpacked() -> None:
 
 
 def test_parts_that_overlap_are_refused() -> None:
-    data = bytearray(saved({"w": torch.zeros(10_000)}))
-    for at in offsets_of(data, b"PK\x01\x02"):  # every part claims the size of the largest
-        struct.pack_into("<II", data, at + 20, 40_000, 40_000)
-    with pytest.raises(BadCheckpointError):
-        load_object(bytes(data), source="x.ckpt")
-
-
-def offsets_of(data: bytes | bytearray, what: bytes) -> list[int]:
-    return [index for index in range(len(data)) if data.startswith(what, index)]
+    buffer = io.BytesIO(saved({"w": torch.zeros(10_000)}))
+    with zipfile.ZipFile(buffer, "a") as archive:
+        large = max(archive.filelist, key=lambda entry: entry.file_size)
+        for index in range(100):  # the same bytes under a hundred names
+            entry = copy.copy(large)
+            entry.filename = f"archive/data/{index + 10}"
+            archive.filelist.append(entry)
+        archive.writestr("archive/last", b"")
+    with pytest.raises(UnsafeCheckpointError, match="it may fill the memory"):
+        load_object(buffer.getvalue(), source="x.ckpt")
 
 
 def test_legacy_formats_are_refused_with_what_to_do() -> None:
@@ -840,16 +849,27 @@ def test_any_flipped_bit_of_an_object_is_an_error_of_ours_or_another_value() -> 
             continue
 
 
-def test_unreadable_stream_is_an_os_error() -> None:
-    class Broken(io.BytesIO):
-        def readinto(self, _: Any) -> int:
-            raise OSError(5, "Input/output error")
+@pytest.mark.parametrize("num_reads", [0, 5, 10, 15])
+def test_stream_that_breaks_while_it_is_read_is_an_os_error(num_reads: int) -> None:
+    left = num_reads
 
-        def read(self, _: Any = None) -> bytes:
-            raise OSError(5, "Input/output error")
+    class Breaking(io.BytesIO):
+        def count(self) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(errno.EIO, "Input/output error")
+
+        def readinto(self, buffer: Any) -> int:
+            self.count()
+            return super().readinto(buffer)
+
+        def read(self, size: int | None = -1) -> bytes:
+            self.count()
+            return super().read(size)
 
     with pytest.raises(OSError, match="Input/output"):
-        load_object(Broken(saved(1)), source="x")
+        load_object(Breaking(saved([torch.ones(2) for _ in range(10)])), source="x")
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
