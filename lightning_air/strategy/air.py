@@ -41,6 +41,7 @@ from lightning_air.strategy.stop import Stop
 from lightning_air.strategy.topology import (
     AIR_KINDS,
     AirEnvironment,
+    check_world,
     current_launch,
     resolve_devices,
     resolve_num_nodes,
@@ -211,6 +212,8 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
             num_visible = torch.cuda.device_count() if devices[0].type == "cuda" else 1
             self.parallel_devices = resolve_devices(devices, launch, num_visible=num_visible)
         self.num_nodes = resolve_num_nodes(self.num_nodes, launch)
+        if devices:
+            check_world(self.num_processes, self.num_nodes, launch)
         super().set_world_ranks()  # type: ignore[misc] # both leaves stand on a class that has it
 
     # Lightning's connector calls this private hook last, and sets the launcher nowhere else.
@@ -235,6 +238,7 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
     def setup_environment(self) -> None:
         """Make or check the process group. Collective: every rank calls this."""
         assert self.accelerator is not None
+        self._announce_first(self._module.trainer)
         self.set_world_ranks()  # a forked rank has learnt which one it is since the Trainer was built
         self.accelerator.setup_device(self.root_device)  # before NCCL opens a context on it
         membership = self._membership()
@@ -258,6 +262,13 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
         if is_collective(self.checkpoint_io):
             self.checkpoint_io.connect(self.sharding)
 
+    def _announce_first(self, trainer: Trainer) -> None:
+        """Let no callback hear of an exception before the other ranks do, from the first hook on."""
+        self._has_failed = False
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by Trainer's callback connector
+        if not any(isinstance(callback, _AnnounceFirst) for callback in callbacks):
+            callbacks.insert(0, _AnnounceFirst())
+
     def _membership(self) -> Membership:
         assert self.cluster_environment is not None
         launch = current_launch()
@@ -270,6 +281,7 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
             port=0 if is_alone else self.cluster_environment.main_port,
             agent_hosts_store=launch.uses_agent_store,
             attempt=launch.restart_count,
+            plan=f"sharding={self.sharding!r}",
         )
 
     def _abort_collectives(self) -> None:
@@ -288,14 +300,18 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
     def _prepare(self, trainer: Trainer) -> None:
         """Do what stands before every sharding's own setup."""
         refuse_other_package(trainer, *all_parts(trainer))
-        self._has_failed = False
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by Trainer's callback connector
-        if not any(isinstance(callback, _AnnounceFirst) for callback in callbacks):
-            callbacks.insert(0, _AnnounceFirst())
         if trainer.state.fn == TrainerFn.FITTING:
             self._refuse_frozen_model()
         self._choose_grad_mode(trainer)
+        self._leave_if_asked_before()
         self._loop_stop = LoopStop(trainer, self.launcher, self._control_group, self.global_rank)
+
+    def _leave_if_asked_before(self) -> None:
+        """Do not begin if a rank was told to stop when the run before was at its end. Collective."""
+        was_asked = self._loop_stop is not None and self._loop_stop.is_unheeded
+        self._loop_stop = None
+        if self.reduce_boolean_decision(was_asked, all=False):
+            raise SIGTERMException(SIGTERM_EXIT_CODE)
 
     def _refuse_frozen_model(self) -> None:
         assert self.lightning_module is not None

@@ -126,7 +126,7 @@ class FailureWatch:
         mine = Failure(
             global_rank=self._membership.global_rank,
             where=self._membership.describe(self._membership.global_rank),
-            error=f"{type(exception).__name__}: {exception}"[:_MAX_MESSAGE_CHARACTERS],
+            error=f"{type(exception).__name__}: {_text(exception)}"[:_MAX_MESSAGE_CHARACTERS],
         )
         is_consequence = isinstance(exception, RuntimeError)  # what torch raises when a peer is gone; often one's own
         with suppress(dist.DistError, RuntimeError):
@@ -200,8 +200,15 @@ def _decode(value: bytes) -> Failure:
     return Failure(**json.loads(value.decode()))
 
 
+def _text(exception: BaseException) -> str:
+    try:
+        return str(exception)
+    except Exception:  # noqa: BLE001 - a user's `__str__` may raise anything, and the others are to learn of the rest
+        return "(its text cannot be shown: its __str__ raises)"
+
+
 def _looks_like_lost_peer(exception: BaseException) -> bool:
-    text = str(exception).lower()
+    text = _text(exception).lower()
     return isinstance(exception, dist.DistError) or any(
         word in text for word in ("connection", "peer", "gloo", "nccl", "timed out", "abort")
     )
@@ -209,7 +216,7 @@ def _looks_like_lost_peer(exception: BaseException) -> bool:
 
 def _explain(exception: BaseException, failure: Failure) -> None:
     """Put the first rank's error into the message of the exception that it caused here."""
-    text = str(exception)
+    text = _text(exception)
     if str(failure) in text or (text and failure.error.endswith(text)):
         return  # said already, or every rank raised the same
     if isinstance(exception, RuntimeError) and len(exception.args) == 1 and isinstance(exception.args[0], str):

@@ -31,6 +31,7 @@ class LoopStop:
         self, trainer: Trainer, launcher: Any | None, group: dist.ProcessGroup | None, global_rank: int
     ) -> None:
         self.agreed: Stop | None = None
+        self.is_unheeded = False  # this rank was told to stop, and the run ended before the ranks could agree
         self._trainer = trainer
         self._launcher = launcher
         self._group = group
@@ -104,6 +105,8 @@ class LoopStop:
         exchange, self._exchange = self._exchange, None
         if exchange is not None and not failed:
             exchange.drain()
+        asked = exchange is not None and exchange.is_requested
+        self.is_unheeded = self.agreed is None and (self.is_unheeded or asked or self._connector.received_sigterm)
 
     def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
         """The signal handler, on the main thread. It only sets flags: no collective, no lock."""

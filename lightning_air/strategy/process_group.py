@@ -10,11 +10,14 @@ in use is told apart from a rank that is late.
 
 import atexit
 import itertools
+import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,7 @@ class Membership:
         port: Its port.
         agent_hosts_store: torchrun's agent listens there already.
         attempt: Which restart of the group this is, counted by the launcher.
+        plan: What all ranks have to agree on besides their number, such as "sharding='fsdp'".
     """
 
     global_rank: int
@@ -50,6 +54,7 @@ class Membership:
     port: int
     agent_hosts_store: bool = False
     attempt: int = 0
+    plan: str = ""
 
     def describe(self, rank: int) -> str:
         """Return "rank 9 (node 1, local rank 1)"."""
@@ -119,7 +124,8 @@ def join(
     if dist.is_initialized():
         check_existing_group(membership, device)
         return False
-    store = _meet(membership, timeout=timeout, join_timeout=join_timeout)
+    store = _meet_in_time(membership, join_timeout)
+    store.set_timeout(timeout)
     dist.init_process_group(
         backend,
         store=store,
@@ -187,19 +193,51 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: str | dist.Reduc
     return tensor
 
 
-def _meet(membership: Membership, *, timeout: timedelta, join_timeout: timedelta) -> dist.Store:
-    """Return a store that every rank is known to have reached, and that holds nothing of another group."""
+def _meet_in_time(membership: Membership, join_timeout: timedelta) -> dist.Store:
+    """Return what `_meet` returns. It can hang: torch waits without end for the greeting of a program that is no store.
+
+    On a thread of its own, so that the wait is bounded and Ctrl-C is heard.
+    """
     if membership.world_size == 1:
         return dist.HashStore()
+    stores: list[dist.Store] = []
+    errors: list[BaseException] = []
+
+    def meet() -> None:
+        try:
+            stores.append(_meet(membership, join_timeout))
+        except BaseException as error:  # noqa: BLE001 - raised below, on the thread that has to know
+            errors.append(error)
+
+    thread = threading.Thread(target=meet, name="air-join", daemon=True)
+    thread.start()
+    # `_meet` may open the store twice, and waits for rank 0's verdict a little longer than rank 0 for the ranks.
+    deadline = time.monotonic() + join_timeout.total_seconds() + 2 * _VERDICT_GRACE_SECONDS
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(0.1)
+    if errors:
+        raise errors[0]
+    if not stores:
+        raise RuntimeError(
+            f"Whatever listens at {membership.address}:{membership.port} is not the store of {membership.describe(0)}: "
+            f"it took the connection and was silent for {join_timeout.total_seconds():g} s. Another program may hold "
+            "the port: set MASTER_PORT to a free one on every rank."
+        )
+    return stores[0]
+
+
+def _meet(membership: Membership, join_timeout: timedelta) -> dist.Store:
+    """Return a store that every rank is known to have reached, and that holds nothing of another group."""
     # torchrun's agent keeps its store through restarts, with the addresses of the ranks that are gone.
     name = f"lightning_air/group/{membership.attempt}/{next(_joins)}"
     try:
         store = dist.PrefixStore(name, _open_store(membership, join_timeout))
-        missing = _roll_call(store, membership, join_timeout)
+        verdict = _roll_call(store, membership, join_timeout)
     except dist.DistNetworkError:
         # Rank 0 had not yet destroyed an earlier group, and closed that group's store while we waited in it.
         store = dist.PrefixStore(name, _open_store(membership, timedelta(seconds=_VERDICT_GRACE_SECONDS)))
-        missing = _roll_call(store, membership, join_timeout)
+        verdict = _roll_call(store, membership, join_timeout)
+    missing: list[int] = verdict["missing"]
     if missing:
         names = ", ".join(membership.describe(rank) for rank in missing[:_MAX_NAMED_RANKS])
         more = f" and {len(missing) - _MAX_NAMED_RANKS} more" if len(missing) > _MAX_NAMED_RANKS else ""
@@ -207,7 +245,8 @@ def _meet(membership: Membership, *, timeout: timedelta, join_timeout: timedelta
             f"{len(missing)} of {membership.world_size} ranks did not join within {join_timeout.total_seconds():g} s: "
             f"{names}{more}. See their logs, or raise join_timeout if their start is slow."
         )
-    store.set_timeout(timeout)
+    if verdict["differs"]:
+        raise RuntimeError(f"{verdict['differs']} Start every rank with the same environment and the same options.")
     return store
 
 
@@ -227,7 +266,8 @@ def _open_store(membership: Membership, join_timeout: timedelta) -> dist.TCPStor
         if hosts:
             raise RuntimeError(
                 f"Rank 0 cannot listen on {where}: {_first_line(error)}. If the port is in use, stop the process that "
-                "holds it or set MASTER_PORT to a free one on every rank."
+                "holds it or set MASTER_PORT to a free one on every rank; if MASTER_ADDR is not a name or address of "
+                "this machine, correct it."
             ) from error
         host = "The launcher's agent" if membership.agent_hosts_store else membership.describe(0)
         raise RuntimeError(
@@ -236,31 +276,38 @@ def _open_store(membership: Membership, join_timeout: timedelta) -> dist.TCPStor
         ) from error
 
 
-def _roll_call(store: dist.Store, membership: Membership, join_timeout: timedelta) -> list[int]:
-    """Return the missing ranks; rank 0 counts and tells the others, so that all say the same."""
+def _roll_call(store: dist.Store, membership: Membership, join_timeout: timedelta) -> dict[str, Any]:
+    """Return who is missing and who differs; rank 0 looks and tells the others, so that all say the same."""
     ranks = range(membership.world_size)
-    store.set(f"present/{membership.global_rank}", "1")
+    mine = ", ".join(part for part in (f"world size {membership.world_size}", membership.plan) if part)
+    store.set(f"present/{membership.global_rank}", mine)
     if membership.global_rank == 0:
         missing: list[int] = []
         try:
             store.wait([f"present/{rank}" for rank in ranks], join_timeout)
         except dist.DistStoreError:
             missing = [rank for rank in ranks if not store.check([f"present/{rank}"])]
-        store.set("missing", ",".join(map(str, missing)))
-        if missing:  # this process holds the store: it stays until those who came have read the answer
+        theirs = {rank: store.get(f"present/{rank}").decode() for rank in ranks if rank not in missing}
+        differs = next(
+            (f"Rank {rank} has {told} and rank 0 has {mine}." for rank, told in theirs.items() if told != mine),
+            "",
+        )
+        verdict = {"missing": missing, "differs": differs}
+        store.set("verdict", json.dumps(verdict))
+        if missing or differs:  # this process holds the store: it stays until those who came have read the answer
             told = [f"told/{rank}" for rank in ranks if rank not in missing and rank != 0]
             wait_until(lambda: not told or store.check(told), seconds=5.0)
-        return missing
+        return verdict
     try:
-        store.wait(["missing"], join_timeout + timedelta(seconds=_VERDICT_GRACE_SECONDS))
+        store.wait(["verdict"], join_timeout + timedelta(seconds=_VERDICT_GRACE_SECONDS))
     except dist.DistStoreError as error:
         raise RuntimeError(
             f"{membership.describe(0)} opened {membership.address}:{membership.port} but then was silent: "
             f"{_first_line(error)}. See its log."
         ) from error
-    text = store.get("missing").decode()
+    heard: dict[str, Any] = json.loads(store.get("verdict"))
     store.set(f"told/{membership.global_rank}", "1")
-    return [int(rank) for rank in text.split(",") if rank]
+    return heard
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float, poll_seconds: float = 0.05) -> bool:

@@ -66,6 +66,11 @@ class StopExchange:
         """Ask all ranks to stop; safe in a signal handler and on any thread. The first reason is kept."""
         self._reason = self._reason or reason
 
+    @property
+    def is_requested(self) -> bool:
+        """Whether this rank has been asked to stop."""
+        return self._reason is not None
+
     def step(self) -> Stop | None:
         """Return the stop that all ranks agreed on, or None to go on. Collective: every rank calls this.
 

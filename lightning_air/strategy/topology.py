@@ -101,6 +101,27 @@ def resolve_num_nodes(num_nodes: int, launch: Launch) -> int:
     return launch.num_nodes
 
 
+def check_world(num_devices: int, num_nodes: int, launch: Launch) -> None:
+    """Check that devices and nodes make up the world where the launch does not say how many ranks a node has.
+
+    Args:
+        num_devices: The devices of this node, one for each rank.
+        num_nodes: The number of nodes.
+        launch: What the environment says.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if launch.starts_processes or launch.local_world_size is not None or launch.world_size is None:
+        return
+    if num_devices * num_nodes != launch.world_size or launch.local_rank >= num_devices:
+        raise ValueError(
+            f"Trainer(devices={num_devices}, num_nodes={num_nodes}) contradicts the launch ({launch.kind}), in which "
+            f"this is local rank {launch.local_rank} and the world has {launch.world_size} rank(s). Set "
+            "LOCAL_WORLD_SIZE to the number of ranks of a node in the environment and leave devices out, or pass both."
+        )
+
+
 def resolve_devices(devices: Sequence[torch.device], launch: Launch, *, num_visible: int) -> list[torch.device]:
     """Return one device for each rank of this node: as many as the launch has ranks, unless the user said otherwise.
 

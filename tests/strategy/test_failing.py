@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_air import AirStrategy
 from tests.kit.points import reach
@@ -90,6 +90,62 @@ def test_a_callback_that_saves_on_exception_hangs_nobody(sharding: str) -> None:
     assert "ValueError: boom in training" in (failing.error or "")
     assert "rank 1 (node 0, local rank 1) failed first: ValueError: boom in training" in (healthy.error or "")
     assert max(healthy.seconds, failing.seconds) < DEADLINE_SECONDS
+
+
+class FailsBuilding(Regression):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def setup(self, stage: str) -> None:
+        if self.where == "setup" and self.global_rank == 1:
+            raise ValueError("boom in setup")
+
+    def configure_model(self) -> None:
+        if self.where == "configure_model" and self.global_rank == 1:
+            raise ValueError("boom in configure_model")
+
+
+def fit_failing_early(sharding: str, where: str) -> None:
+    callbacks: list[Callback] = [OnExceptionCheckpoint(Path.cwd() / "saved")]
+    strategy = AirStrategy(sharding)
+    trainer = Trainer(
+        **fast_trainer_kwargs(Path.cwd(), strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
+    )
+    trainer.fit(FailsBuilding(where), loader())
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("where", ["setup", "configure_model"])
+def test_a_callback_that_saves_on_an_exception_before_training_hangs_nobody(sharding: str, where: str) -> None:
+    healthy, failing = run_ranks(fit_failing_early, 2, args=(sharding, where), warnings_as_errors=False)
+    assert f"ValueError: boom in {where}" in (failing.error or "")
+    assert f"failed first: ValueError: boom in {where}" in (healthy.error or "")
+    assert max(healthy.seconds, failing.seconds) < DEADLINE_SECONDS
+
+
+class CannotBeShown(Exception):  # noqa: N818 - what a user may do
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class RaisesWhatCannotBeShown(Callback):
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            raise CannotBeShown
+
+
+def fit_raising_what_cannot_be_shown() -> None:
+    try:
+        fit("ddp", None, (RaisesWhatCannotBeShown(),))
+    except CannotBeShown:
+        raise ValueError("raised what cannot be shown") from None
+
+
+def test_an_exception_without_a_text_is_announced_by_its_type() -> None:
+    healthy, failing = run_ranks(fit_raising_what_cannot_be_shown, 2)
+    assert "raised what cannot be shown" in (failing.error or "")
+    assert "failed first: CannotBeShown: (its text cannot be shown" in (healthy.error or "")
 
 
 class UnusedParameter(Regression):

@@ -314,6 +314,71 @@ def test_a_port_in_use_is_told_with_its_number() -> None:
     assert "did not answer at 127.0.0.1:" in rank_one
 
 
+def test_a_port_that_another_program_holds_is_told_in_time() -> None:
+    (result,) = run_ranks(_joins_what_is_no_store_as_rank_1, 1)
+    message, seconds = values([result])[0]
+    assert re.match(
+        r"Whatever listens at 127\.0\.0\.1:\d+ is not the store of rank 0 \(node 0, local rank 0\)", message
+    )
+    assert seconds < 5
+
+
+def _joins_what_is_no_store_as_rank_1() -> tuple[str, float]:
+    process_group._VERDICT_GRACE_SECONDS = 0.5
+    started = time.monotonic()
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        here = Membership(
+            global_rank=1, world_size=2, ranks_per_node=2, address="127.0.0.1", port=mute.getsockname()[1]
+        )
+        second = timedelta(seconds=1)
+        try:
+            join(here, backend="gloo", timeout=second, join_timeout=second, device=CPU)
+        except RuntimeError as error:
+            return str(error), time.monotonic() - started
+    return "joined", 0.0
+
+
+def _joins_with_another_plan() -> str:
+    here = membership()
+    plan = "sharding='fsdp'" if here.global_rank == 1 else "sharding='ddp'"
+    second = timedelta(seconds=5)
+    try:
+        join(membership(plan=plan), backend="gloo", timeout=second, join_timeout=second, device=CPU)
+    except RuntimeError as error:
+        return str(error)
+    return "joined"
+
+
+def test_ranks_with_other_options_are_told_apart_on_every_rank() -> None:
+    messages = set(values(run_ranks(_joins_with_another_plan, 3)))
+    (message,) = messages
+    assert message.startswith("Rank 1 has world size 3, sharding='fsdp' and rank 0 has world size 3, sharding='ddp'. ")
+    assert message.endswith("Start every rank with the same environment and the same options.")
+
+
+def _joins_a_smaller_world() -> str:
+    here = membership()
+    second = timedelta(seconds=3)
+    try:
+        join(
+            membership(world_size=2 if here.global_rank == 0 else 3) if here.global_rank < 2 else here,
+            backend="gloo",
+            timeout=second,
+            join_timeout=second,
+            device=CPU,
+        )
+    except RuntimeError as error:
+        return str(error)
+    return "joined"
+
+
+def test_ranks_that_disagree_on_the_world_size_are_told_apart() -> None:
+    for message in values(run_ranks(_joins_a_smaller_world, 3))[:2]:
+        assert message.startswith("Rank 1 has world size 3 and rank 0 has world size 2.")
+
+
 def test_a_silent_agent_is_told_as_such() -> None:
     here = Membership(
         global_rank=1, world_size=2, ranks_per_node=2, address="127.0.0.1", port=1, agent_hosts_store=True

@@ -155,6 +155,38 @@ def test_asking_without_a_fit_is_an_error() -> None:
         AirStrategy().request_stop("why")
 
 
+class SignalAtTheEnd(Callback):
+    """SIGTERM on one rank when its fit is over but for the end."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def fit_then_test() -> tuple[str, int | str | None, bool]:
+    trainer = Trainer(
+        **fast_trainer_kwargs(
+            Path.cwd(),
+            strategy=AirStrategy(),
+            use_distributed_sampler=False,
+            callbacks=[SignalAtTheEnd()],
+            max_epochs=1,
+        )
+    )
+    batches = loader(trainer.world_size, trainer.global_rank)
+    trainer.fit(Regression(), batches, batches)
+    fitted = trainer.global_step > 0
+    try:
+        trainer.test(Regression(), batches)
+    except SIGTERMException as exception:
+        return "stopped", exception.code, fitted
+    return "tested", None, fitted
+
+
+def test_sigterm_at_the_end_of_a_fit_stops_all_ranks_before_what_follows() -> None:
+    assert values(run_ranks(fit_then_test, 2)) == [("stopped", 143, True), ("stopped", 143, True)]
+
+
 def uneven_validation() -> list[int]:
     """Ranks with different numbers of validation batches, as DDP allows them."""
     trainer = Trainer(

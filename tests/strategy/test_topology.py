@@ -24,6 +24,7 @@ from lightning_air.runtime import Launch, LaunchKind
 from lightning_air.strategy.topology import (
     AIR_KINDS,
     AirEnvironment,
+    check_world,
     current_launch,
     resolve_devices,
     resolve_num_nodes,
@@ -502,3 +503,18 @@ def test_hsdp_refuses_ranks_that_are_not_numbered_node_by_node() -> None:
     strategy.num_nodes = 2
     with pytest.raises(ValueError, match=r"local rank 0 of 2 on node 1 of 2 is rank 1 of 4.* use 'fsdp'"):
         strategy._refuse_scattered_nodes()
+
+
+@pytest.mark.parametrize(("num_devices", "num_nodes", "local_rank"), [(1, 1, 0), (1, 1, 1), (5, 1, 0), (2, 2, 0)])
+def test_what_does_not_make_up_the_world_of_a_launch_without_node_sizes(
+    num_devices: int, num_nodes: int, local_rank: int
+) -> None:
+    # The five variables of a hand-made launch, without LOCAL_WORLD_SIZE.
+    unsized = launch(local_world_size=None, num_nodes=None, local_rank=local_rank, global_rank=local_rank, world_size=2)
+    with pytest.raises(ValueError, match=rf"devices={num_devices}, num_nodes={num_nodes}.*Set LOCAL_WORLD_SIZE to"):
+        check_world(num_devices, num_nodes, unsized)
+
+
+@pytest.mark.parametrize(("num_devices", "num_nodes"), [(2, 1), (1, 2)])
+def test_what_makes_up_the_world_of_a_launch_without_node_sizes(num_devices: int, num_nodes: int) -> None:
+    check_world(num_devices, num_nodes, launch(local_world_size=None, num_nodes=None, local_rank=0, world_size=2))
