@@ -6,7 +6,9 @@ from lightning_air.checkpoint import (
     AsyncUCCheckpointIO,
     VolumeReader,
     VolumeWriter,
+    consolidate_checkpoint,
     latest_checkpoint,
+    open_checkpoint,
     verify_checkpoint,
 )
 from lightning_air.strategy import AirStrategy
@@ -18,6 +20,8 @@ __all__ = [
     "VolumeReader",
     "VolumeWriter",
     "__version__",
+    "consolidate_checkpoint",
     "latest_checkpoint",
+    "open_checkpoint",
     "verify_checkpoint",
 ]

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.types import _PATH as PathLike  # noqa: N811
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
-from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 __all__ = [
+    "AsyncCheckpointIO",
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset, Subset
 from typing_extensions import override
 
-from lightning_air import AirStrategy
+from lightning_air import AirCheckpoint, AirStrategy, AsyncUCCheckpointIO, latest_checkpoint
 from lightning_air.runtime import detect_launch
 
 MAX_STEPS = 500
@@ -275,10 +274,8 @@ def make_trainer(options: argparse.Namespace, run: Path, narrator: Narrator) -> 
         check_val_every_n_epoch=None,  # the interval counts steps across epochs; a run is shorter than one
         num_sanity_val_steps=0,
         log_every_n_steps=1,
-        callbacks=[
-            ModelCheckpoint(run / "checkpoints", filename="best", monitor="val/loss", save_last=True),
-            narrator,
-        ],
+        plugins=[AsyncUCCheckpointIO()],  # training waits only for a copy into host memory
+        callbacks=[AirCheckpoint(str(run / "checkpoints"), every="20s", monitor="val/loss"), narrator],
         logger=False,
         enable_model_summary=False,
     )
@@ -301,10 +298,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="(default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     options = parser.parse_args()
-    checkpoints = sorted(options.output.resolve().glob("run-*/checkpoints/last.ckpt"))
-    if options.resume and not checkpoints:
-        parser.error(f"nothing to resume: there is no run-*/checkpoints/last.ckpt in {options.output}")
-    options.checkpoint = checkpoints[-1] if options.resume else None
+    runs = sorted(options.output.resolve().glob("run-*/checkpoints"))
+    options.checkpoint = latest_checkpoint(runs[-1]) if options.resume and runs else None
+    if options.resume and options.checkpoint is None:
+        parser.error(f"nothing to resume: there is no checkpoint in run-*/checkpoints of {options.output}")
     return options
 
 
@@ -318,7 +315,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", r".*does not have many workers")
 
     seed_everything(0, verbose=False)
-    # Another rank may read the clock a second later. ModelCheckpoint takes rank 0's folder on all of them.
+    # Another rank may read the clock a second later. AirCheckpoint takes rank 0's folder on all of them.
     run = options.output.resolve() / time.strftime("run-%Y-%m-%d-%H%M%S")
     narrator = Narrator()
     trainer = make_trainer(options, run, narrator)

@@ -1,6 +1,7 @@
 """Checkpoints that are never lost: asynchronous, verified, published whole, and loaded anywhere."""
 
 from lightning_air.checkpoint.callback import AirCheckpoint
+from lightning_air.checkpoint.consolidating import consolidate_checkpoint, open_checkpoint
 from lightning_air.checkpoint.io import AsyncUCCheckpointIO
 from lightning_air.checkpoint.latest import latest_checkpoint
 from lightning_air.checkpoint.saver import CheckpointFailedError, SaveReport
@@ -17,6 +18,8 @@ __all__ = [
     "SaveReport",
     "VolumeReader",
     "VolumeWriter",
+    "consolidate_checkpoint",
     "latest_checkpoint",
+    "open_checkpoint",
     "verify_checkpoint",
 ]

@@ -5,19 +5,20 @@ published: the newest `keep_last` checkpoints stay, the best `save_top_k` beside
 replacement can be read.
 """
 
+import copy
 import time
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 from typing_extensions import override
 
 from lightning_air._lightning import (
-    FSDPStrategy,
     LightningModule,
     ModelCheckpoint,
-    ModelParallelStrategy,
     SIGTERMException,
     Trainer,
     TrainerFn,
@@ -27,11 +28,15 @@ from lightning_air._lightning import (
 from lightning_air.checkpoint import telemetry
 from lightning_air.checkpoint.cadence import FAILURES_PER_GPU_DAY, Schedule, auto_interval, parse_every
 from lightning_air.checkpoint.io import AsyncUCCheckpointIO
-from lightning_air.checkpoint.keeping import Keeping
+from lightning_air.checkpoint.keeping import Keeping, Known
 from lightning_air.checkpoint.last_path import unwrapped, wrapped
 from lightning_air.checkpoint.latest import latest_checkpoint
+from lightning_air.checkpoint.lightning_form import META_KEY
 from lightning_air.checkpoint.places import check_writable, join, open_store, parse_place
-from lightning_air.checkpoint.saver import SaveReport
+from lightning_air.checkpoint.report import CheckpointReport
+from lightning_air.checkpoint.saver import CheckpointFailedError, SaveReport
+from lightning_air.checkpoint.shelf import Shelf
+from lightning_air.checkpoint.suitable import check_filename, check_parts, check_seconds
 from lightning_air.checkpoint.timing import SharedSchedule
 
 # What a killed save has left is deleted once it is so old that no save can still be under way.
@@ -42,29 +47,37 @@ class AirCheckpoint(ModelCheckpoint):
     """Save at a cadence, keep the newest and the best, and resume from the newest valid one.
 
     `trainer.fit(model, ckpt_path="last")` resumes from the newest valid checkpoint in `dirpath`, on any place, and
-    starts anew where there is none. SIGTERM saves once more, as far as `exception_timeout` allows; so does any
-    exception when there is one rank only (several cannot save together once one has failed). The end of training saves,
-    too.
+    starts anew where there is none. The end of training saves, too. So does SIGTERM, as far as `exception_timeout`
+    allows: on several ranks with AirStrategy only, which stops all of them at one step. So does any other exception
+    when there is one rank only (several cannot save together once one has failed).
 
-    With `AsyncUCCheckpointIO` the metrics `checkpoint/…` go to every logger. Works with Lightning's own CheckpointIO as
-    well.
+    With `AsyncUCCheckpointIO` the metrics `checkpoint/…` go to every logger (`telemetry.py` lists them), loggers are
+    told of a checkpoint once it is published, and what killed saves have left is deleted after six hours. Works with
+    Lightning's own CheckpointIO as well. A folder belongs to one AirCheckpoint of one run and its retries.
 
     Args:
         dirpath: A local folder, `/Volumes/<catalog>/<schema>/<volume>/…`, `dbfs:/Volumes/…`, or a URL that fsspec
             knows. Default: as ModelCheckpoint's, in the logger's folder.
         every: "30min", "2h", "500steps", "1epoch" and the like, a timedelta, or "auto": as often as keeps the time lost
-            to saves and failures least, from what saves were measured to block and from `failures_per_gpu_day`.
+            to saves and failures least, from what saves were measured to block and from `failures_per_gpu_day`. Within
+            gradient accumulation a save waits for the optimizer's step.
         keep_last: How many of the newest valid checkpoints stay, at least.
         monitor: A logged metric; after each validation (or training epoch) the best `save_top_k` by it are kept, too.
         mode: "min" or "max": which is best.
         save_top_k: How many of the best are kept, when there is a `monitor`; -1 keeps all.
         save_last: Let `last.ckpt` stand for the newest: True writes a small pointer file, "link" a symbolic link where
-            the file system has them. `ckpt_path="last"` needs neither.
-        filename: As for ModelCheckpoint. Default: "{epoch}-{step}".
+            the file system has them. Lightning's own CheckpointIO reads links only, so there both make one.
+            `ckpt_path="last"` needs neither.
+        filename: As for ModelCheckpoint; with `{step}`, so that no two checkpoints have one name. Default:
+            "{epoch}-{step}".
         failures_per_gpu_day: For `every="auto"`. Default: those published for Llama 3's 16,384 GPUs.
         exception_timeout: How long a save on SIGTERM or an exception may take, in seconds: what is left between the
-            platform's signal and its kill.
-        **kwargs: What else ModelCheckpoint takes and this class does not decide, such as `save_weights_only`.
+            platform's signal and its kill. 0: none is begun.
+        save_weights_only: Leave out what only resuming needs: the optimizer's state, the position, callbacks.
+        save_on_train_epoch_end: Rate by `monitor` at the end of training epochs (True) or of validations (False).
+            Default: as ModelCheckpoint decides.
+        auto_insert_metric_name: Let `{name}` in `filename` become "name=value" instead of the value alone.
+        verbose: Tell for each rating whether it is among the best.
 
     Raises:
         ValueError: If an option is wrong.
@@ -83,18 +96,18 @@ class AirCheckpoint(ModelCheckpoint):
         filename: str | None = None,
         failures_per_gpu_day: float = FAILURES_PER_GPU_DAY,
         exception_timeout: float = 120.0,
-        **kwargs: Any,
+        save_weights_only: bool = False,
+        save_on_train_epoch_end: bool | None = None,
+        auto_insert_metric_name: bool = True,
+        verbose: bool = False,
     ) -> None:
-        taken = {"every_n_train_steps", "every_n_epochs", "train_time_interval", "save_on_exception"} & kwargs.keys()
-        if taken:
-            raise ValueError(
-                f"{', '.join(sorted(taken))}: AirCheckpoint saves `every=…`, such as '30min' or '500steps'."
-            )
         if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
             raise ValueError(f"keep_last must be a whole number of at least 1, got {keep_last!r}.")
-        for name, value in (("failures_per_gpu_day", failures_per_gpu_day), ("exception_timeout", exception_timeout)):
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
+        if save_last not in (None, True, False, "link"):
+            raise ValueError(f"save_last must be True, False or 'link', got {save_last!r}.")
+        check_seconds("failures_per_gpu_day", failures_per_gpu_day)
+        check_seconds("exception_timeout", exception_timeout)
+        check_filename(filename, auto_insert_metric_name=auto_insert_metric_name)
         self._every = parse_every(every)
         super().__init__(
             dirpath=None if dirpath is None else parse_place(dirpath).root,
@@ -105,100 +118,137 @@ class AirCheckpoint(ModelCheckpoint):
             save_last=False,
             every_n_train_steps=0,
             every_n_epochs=1 if monitor is not None else 0,
-            **kwargs,
+            enable_version_counter=False,  # names differ by step, and a published checkpoint is not written over
+            save_weights_only=save_weights_only,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            auto_insert_metric_name=auto_insert_metric_name,
+            verbose=verbose,
         )
-        self._last = save_last
+        self._given_dirpath = self.dirpath
+        self._pointer = save_last
         self._failures_per_gpu_day = failures_per_gpu_day
         self._exception_timeout = exception_timeout
         self._keeping = Keeping(keep_last, mode)
+        self._clock = time.monotonic
         self._schedule = Schedule(self._every)
-        self._timing: SharedSchedule | None = None
+        self._timing: SharedSchedule | None = None  # while training
+        self._asked_step = 0
+        self._is_scoring = self._is_fitting = False
+        self._interval_reason = ""
+        self._found_last: str | None = None
+        self._damaged: set[str] = set()
+        # What rank 0 has learnt of saves, as they were asked for and published, and the others not.
+        self._news: list[tuple[str, str | None]] = []
         self._num_failures = 0
+        self._committed_step: int | None = None
         self._commit_lag_seconds = 0.0
-        self._reason = ""
-        self._is_scoring = False
 
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(monitor=self.monitor, mode=self.mode, every=str(self._every))
+        # Without the cadence: a run may resume with another one, and must not forget its best checkpoints for it.
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode, dirpath=self._given_dirpath)
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the place, and look what lies there. Collective: every rank calls this."""
-        self._refuse_unasked_io(trainer)
-        super().setup(trainer, pl_module, stage)
+        with warnings.catch_warnings():
+            # It is where every attempt but the first begins.
+            warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+            super().setup(trainer, pl_module, stage)
+        self.dirpath = folder = parse_place(str(self.dirpath)).root
+        self._timing = None
+        self._is_fitting = stage == "fit"
+        check_parts(trainer, folder, has_pointer=bool(self._pointer))
+        self._refuse_shared_folder(trainer)
         self._refuse_different_starts(trainer)
-        if stage != "fit":
+        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined] # set by a connector
             return
-        found, error = [], None
-        if trainer.is_global_zero:
-            try:
-                assert self.dirpath is not None
-                check_writable(open_store(str(self.dirpath)))
-                found = self._keeping.look(str(self.dirpath))
-            except OSError as raised:
-                error = raised
-        told, found = trainer.strategy.broadcast((None if error is None else str(error), found))
-        if told is not None:
-            raise OSError(f"AirCheckpoint cannot write to {self.dirpath}: {told}") from error
-        self._keeping.start(
-            found, resumed_from=None if trainer.ckpt_path is None else unwrapped(str(trainer.ckpt_path))
-        )
+        self._keeping.start(self._look(trainer, folder))
         io = self._io(trainer)
-        if io is not None and (orphans := self._keeping.orphans(ORPHAN_AGE_SECONDS)):
-            rank_zero_info(f"{len(orphans)} unfinished checkpoint(s) of killed saves in {self.dirpath} are deleted.")
+        if io is not None and (orphans := self._keeping.orphans(ORPHAN_AGE_SECONDS)) and trainer.is_global_zero:
+            rank_zero_info(f"{len(orphans)} unfinished checkpoint(s) of killed saves in {folder} are deleted.")
             io.sweep(orphans)
 
-    def _refuse_unasked_io(self, trainer: Trainer) -> None:
-        """Stock FSDP strategies never call a CheckpointIO: the checkpoints would be others than the user asked for."""
-        is_stock = type(trainer.strategy).__module__.startswith("lightning.")
-        if is_stock and isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy) and self._io(trainer):
-            raise ValueError(
-                f"{type(trainer.strategy).__name__} does not use AsyncUCCheckpointIO. Use "
-                "`strategy=AirStrategy(sharding='fsdp')`, or leave the plugin out."
-            )
+    def _refuse_shared_folder(self, trainer: Trainer) -> None:
+        for other in trainer.checkpoint_callbacks:
+            if other is not self and isinstance(other, AirCheckpoint) and other.dirpath == self.dirpath:
+                raise ValueError(
+                    f"Two AirCheckpoints save to {self.dirpath}, and would delete each other's checkpoints. One keeps "
+                    "both the newest and, with `monitor`, the best; or give each a dirpath of its own."
+                )
 
     def _refuse_different_starts(self, trainer: Trainer) -> None:
         """Ranks look for "last" before they can talk to each other; a folder that only some of them see hangs them."""
-        mine = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+        mine, self._found_last = self._found_last, None
         first = trainer.strategy.broadcast(mine)
-        differs = mine != first
-        if trainer.strategy.reduce_boolean_decision(differs, all=False):
+        if trainer.strategy.reduce_boolean_decision(mine != first, all=False):
+            other = "others another" if mine == first else f"rank {trainer.global_rank} {mine or 'none'}"
             raise RuntimeError(
-                f"Rank {trainer.global_rank} would resume from {mine}, and rank 0 from {first}. Every node has to see "
-                f"the same checkpoints in {self.dirpath}: use a volume, a store or a shared folder."
+                f"The ranks found different checkpoints to resume from in {self.dirpath}: rank 0 {first or 'none'}, "
+                f"{other}. Every node has to see the same ones: use a volume, an object store or a shared folder."
             )
+
+    def _look(self, trainer: Trainer, folder: str) -> list[Known]:
+        """Return what lies in the folder, if it can be written to. Collective: every rank calls this."""
+        found: list[Known] = []
+        error: Exception | None = None
+        if trainer.is_global_zero:
+            try:
+                check_writable(open_store(folder))
+                found = self._keeping.look(folder)
+            except Exception as raised:  # noqa: BLE001 - raised below, on every rank
+                error = raised
+        told, found = trainer.strategy.broadcast((None if error is None else str(error), found))
+        if told is not None:
+            raise OSError(told) from error
+        return found
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._last_global_step_saved = trainer.global_step  # nothing to save before the first step
-        self._keeping.score(self.best_k_models)
-        self._timing = SharedSchedule(self._schedule, trainer.strategy.broadcast, time.monotonic)
+        # There is nothing to save before the first step.
+        self._last_global_step_saved = self._asked_step = trainer.global_step
+        self._last_checkpoint_saved = ""
+        self._news = []
+        io = self._io(trainer)
+        path = None if trainer.ckpt_path is None else unwrapped(str(trainer.ckpt_path))
+        if path is not None:
+            path = io.loaded_from if io is not None else Shelf().resolve(path)
+        damaged = self._damaged | (io.passed_over if io is not None else set())
+        self._keeping.resume(path, damaged=damaged, scores=self.best_k_models)
+        self._rank_best()
+        self._timing = SharedSchedule(self._schedule, trainer.strategy.broadcast, self._clock)
         self._timing.start(trainer.global_step)
 
-    # ---- saving ------------------------------------------------------------------------------------------------------
+    # ---- when to save ------------------------------------------------------------------------------------------------
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._collect(trainer)
-        if self._should_skip_saving_checkpoint(trainer):
-            return
-        if self._asked(trainer).is_due(trainer.global_step):
+        if trainer.global_step == self._asked_step:
+            return  # gradients are being accumulated, and no checkpoint holds them
+        self._asked_step = trainer.global_step
+        if not self._should_skip_saving_checkpoint(trainer) and self._is_due(trainer):
             self._save_now(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        is_due = self._asked(trainer).is_due(trainer.global_step, epoch_end=True)
+        is_due = self._is_due(trainer, epoch_end=True)
         with self._scoring():
             super().on_train_epoch_end(trainer, pl_module)  # the best by `monitor`
         if is_due and not self._should_skip_saving_checkpoint(trainer):
             self._save_now(trainer)
+
+    def _is_due(self, trainer: Trainer, *, epoch_end: bool = False) -> bool:
+        assert self._timing is not None  # from on_train_start on
+        io = self._io(trainer)
+        is_saving = io is not None and io.is_saving
+        return self._timing.is_due(trainer.global_step, epoch_end=epoch_end, is_saving=is_saving)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -225,44 +275,53 @@ class AirCheckpoint(ModelCheckpoint):
             self._save_now(trainer)
         io = self._io(trainer)
         if io is not None:
+            error = None
             try:
                 io.settle()
-            finally:
-                self._collect(trainer)
+            except CheckpointFailedError as raised:
+                error = raised
+            self._agree(trainer, error)
+        self._timing = None
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save once more if all ranks are here, and there is time."""
+        timing, self._timing = self._timing, None
+        if timing is None or self._should_skip_saving_checkpoint(trainer):
+            return
+        if trainer.world_size > 1 and getattr(trainer.strategy, "stop", None) is None:
+            if isinstance(exception, SIGTERMException):
+                rank_zero_warn(
+                    f"Step {trainer.global_step} is not saved: only AirStrategy stops all ranks at one step."
+                )
+            return
+        try:
+            self._save_before(trainer, self._clock() + self._exception_timeout, type(exception).__name__)
+        except Exception as error:  # noqa: BLE001 - what ended the training is what the user has to see
+            rank_zero_warn(f"Step {trainer.global_step} is not saved: {type(error).__name__}: {error}")
+
+    def _save_before(self, trainer: Trainer, deadline: float, cause: str) -> None:
+        """Finish the save under way and, if there is time for another one, save. Collective: every rank calls this."""
         io = self._io(trainer)
-        if self._timing is None or self._should_skip_saving_checkpoint(trainer):
-            return
-        is_agreed = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
-        if not is_agreed and getattr(trainer.strategy, "stop", None) is None:
-            return
-        started = time.monotonic()
         if io is not None:
             io.settle(self._exception_timeout, quietly=True)
-            self._collect(trainer)
-        left = self._exception_timeout - (time.monotonic() - started)
+            self._agree(trainer, None)
+        left = deadline - self._clock()
         if not trainer.strategy.broadcast(left > self._commit_lag_seconds):
             rank_zero_warn(
-                f"Step {trainer.global_step} is not saved after {type(exception).__name__}: a save takes "
-                f"{self._commit_lag_seconds:.0f} s, and {max(left, 0):.0f} of {self._exception_timeout:g} s are left."
+                f"Step {trainer.global_step} is not saved after {cause}: a save takes {self._commit_lag_seconds:.0f} "
+                f"s, and {max(left, 0):.0f} of {self._exception_timeout:g} s are left."
             )
             return
         self._save_now(trainer)
         if io is not None:
-            io.settle(left, quietly=True)
-            self._collect(trainer)
+            io.settle(max(0.0, deadline - self._clock()), quietly=True)
+            self._agree(trainer, None)
 
-    def _asked(self, trainer: Trainer) -> SharedSchedule:
-        if self._timing is None:
-            raise RuntimeError(f"AirCheckpoint was asked to save before {type(trainer).__name__} began to train.")
-        return self._timing
+    # ---- saving ------------------------------------------------------------------------------------------------------
 
     def _save_now(self, trainer: Trainer) -> None:
-        name = self.format_checkpoint_name(self._monitor_candidates(trainer))
-        self._save_checkpoint(trainer, name)
+        self._save_checkpoint(trainer, self.format_checkpoint_name(self._monitor_candidates(trainer)))
 
     # Private: whether ModelCheckpoint does nothing at this point.
     @override
@@ -275,22 +334,67 @@ class AirCheckpoint(ModelCheckpoint):
     # Private, and the one place through which ModelCheckpoint saves: it would tell the loggers of files to come.
     @override
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Save, or rate what was saved at this step. Collective: every rank calls this.
+
+        Raises:
+            CheckpointFailedError: On every rank, if the save before failed.
+        """
         if self._last_global_step_saved == trainer.global_step and self._last_checkpoint_saved:
-            self._score_saved(filepath, self._last_checkpoint_saved)
+            self._rename(filepath, self._last_checkpoint_saved)
+            self._keeping.score(self._last_checkpoint_saved, self.best_k_models.get(self._last_checkpoint_saved))
+            self._delete_what_may_go(trainer)
             return
-        score = self.best_k_models.get(filepath)
-        self._keeping.begin(filepath, trainer.global_step, score)
-        trainer.save_checkpoint(filepath, self.save_weights_only)
+        self._keeping.begin(filepath, trainer.global_step, self.best_k_models.get(filepath))
+        self._save(trainer, filepath)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
         if self._timing is not None:
             self._timing.record_save(trainer.global_step)
         io = self._io(trainer)
-        if io is None:
-            self._published(trainer, filepath, filepath)
-        elif self._last:
+        if self._pointer:
             self.last_model_path = join(str(self.dirpath), self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION)
-            io.point(self.last_model_path, link=self._last == "link")
+            if io is not None and trainer.is_global_zero:
+                io.point(self.last_model_path, link=self._pointer == "link")
+            elif trainer.is_global_zero:
+                Shelf().point(self.last_model_path, filepath, link=True)
+        if io is None:
+            self._note_published(trainer, filepath, filepath)
+
+    def _save(self, trainer: Trainer, filepath: str) -> None:
+        error = None
+        try:
+            trainer.save_checkpoint(filepath, self.save_weights_only)
+        except CheckpointFailedError as raised:  # the one before
+            error = raised
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # where ranks wait whom Lightning lets save nothing
+        try:
+            self._agree(trainer, error)
+        except CheckpointFailedError:
+            self._forget(filepath)  # it was not begun
+            raise
+
+    def _agree(self, trainer: Trainer, error: CheckpointFailedError | None) -> None:
+        """Let every rank know how saves have ended. Collective: every rank calls this.
+
+        Under stock DDP only rank 0 saves, and only it knows. What is among the best has to be the same on every rank.
+
+        Raises:
+            CheckpointFailedError: On every rank, if there was one on rank 0.
+        """
+        if self._io(trainer) is None:
+            return
+        self._collect(trainer)
+        news, self._news = self._news, []
+        told, news = trainer.strategy.broadcast((None if error is None else str(error), news))
+        for asked, published in news:
+            if published is None:
+                self._forget(asked)
+            elif asked in self._keeping.begun:
+                self._note_published(trainer, asked, published)
+        if error is not None:
+            raise error
+        if told is not None:
+            raise CheckpointFailedError(told)
 
     # ---- after a save ------------------------------------------------------------------------------------------------
 
@@ -299,61 +403,90 @@ class AirCheckpoint(ModelCheckpoint):
         io = self._io(trainer)
         if io is None:
             return
-        for report in io.take_reports():
+        for report in io.take_reports(self._keeping.begun):
+            self._news.append((report.path, report.published_path))
             if report.published_path is None:
                 self._num_failures += 1
-                self._forget(report.path)
             else:
                 rank_zero_info(telemetry.line(report))
-                self._published(trainer, report.path, report.published_path)
+                self._committed_step = report.step
                 self._commit_lag_seconds = report.commit_lag_seconds
                 self._choose_interval(trainer, report)
+                self._note_published(trainer, report.path, report.published_path)
             if trainer.is_global_zero:
+                metrics = telemetry.metrics(
+                    report, num_failures=self._num_failures, last_committed_step=self._committed_step
+                )
                 for logger in trainer.loggers:
-                    logger.log_metrics(telemetry.metrics(report, self._num_failures), step=report.step)
+                    logger.log_metrics(metrics, step=report.step)
 
-    def _published(self, trainer: Trainer, asked: str, path: str) -> None:
+    def _note_published(self, trainer: Trainer, asked: str, path: str) -> None:
         self._keeping.publish(asked, path)
+        self._rename(asked, path)
+        if self.monitor is None:
+            self.best_model_path = path
+        self._delete_what_may_go(trainer)
+        if trainer.is_global_zero:
+            shown = self._as_published(path)
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(shown)
+
+    def _delete_what_may_go(self, trainer: Trainer) -> None:
         io = self._io(trainer)
         for old in self._keeping.to_delete(self.save_top_k if self.monitor is not None else 0):
-            if io is not None:
-                io.remove_checkpoint(old)
-            else:
+            if io is None:
                 trainer.strategy.remove_checkpoint(old)
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(self)
+            elif trainer.is_global_zero:
+                io.remove_checkpoint(old)
 
-    def _score_saved(self, name: str, path: str) -> None:
-        """Rate the checkpoint that was saved at this step instead of saving it again under another name."""
-        if name != path and name in self.best_k_models:
-            self.best_k_models[path] = self.best_k_models.pop(name)
-            self.best_model_path, self.kth_best_model_path = (
-                path if each == name else each for each in (self.best_model_path, self.kth_best_model_path)
-            )
-        self._keeping.score(self.best_k_models)
+    def _as_published(self, newest: str) -> "AirCheckpoint":
+        """Return what loggers may see: a copy that knows of nothing that is on its way."""
+        shown = copy.copy(self)
+        shown._rank_best(only_published=True)  # noqa: SLF001 - a copy of this very object
+        shown.last_model_path = newest if self._pointer else ""
+        return shown
+
+    def _rename(self, before: str, after: str) -> None:
+        """Let what is known of a checkpoint stand under the name that it was published, or saved, under."""
+        if before == after:
+            return
+        self.best_k_models = {after if path == before else path: score for path, score in self.best_k_models.items()}
+        for name in ("best_model_path", "kth_best_model_path", "_last_checkpoint_saved"):
+            if getattr(self, name) == before:
+                setattr(self, name, after)
 
     def _forget(self, path: str) -> None:
-        """A save failed: what it was to be is not among the best."""
+        """A save failed: it is not among the best, and what it had ousted is there again."""
         self._keeping.fail(path)
-        if self.best_k_models.pop(path, None) is not None:
-            best = min if self.mode == "min" else max
-            self.best_model_path = best(self.best_k_models, key=lambda p: self.best_k_models[p], default="")
-            self.best_model_score = self.best_k_models.get(self.best_model_path)
-            self.kth_best_model_path = ""
+        self._rank_best()
+        if self._last_checkpoint_saved == path:  # the same step may be saved again
+            self._last_checkpoint_saved, self._last_global_step_saved = "", -1
+
+    def _rank_best(self, *, only_published: bool = False) -> None:
+        """Set ModelCheckpoint's record of the best from what is there."""
+        if self.monitor is None:
+            return
+        best = self._keeping.best(self.save_top_k, only_published=only_published)
+        self.best_k_models = {path: torch.tensor(score) for path, score in best.items()}
+        ranked = list(best)
+        self.best_model_path = ranked[0] if ranked else ""
+        self.best_model_score = self.best_k_models.get(self.best_model_path)
+        self.kth_best_model_path = ranked[-1] if ranked and len(ranked) == self.save_top_k else ""
+        if self.kth_best_model_path:
+            self.kth_value = self.best_k_models[self.kth_best_model_path]
 
     def _choose_interval(self, trainer: Trainer, report: SaveReport) -> None:
         if self._every.unit != "auto":
             return
         choice = auto_interval(
-            blocking_seconds=report.blocking_seconds,
+            blocking_seconds=report.blocking_seconds - report.wait_previous_seconds,
             upload_seconds=report.commit_lag_seconds,
             num_gpus=trainer.world_size,
             failures_per_gpu_day=self._failures_per_gpu_day,
         )
         before = self._schedule.interval_seconds or choice.seconds
-        if not self._reason or not 0.8 < choice.seconds / before < 1.25:  # noqa: PLR2004 - as much as is worth a line
-            self._reason = choice.reason
+        if not self._interval_reason or not 0.8 < choice.seconds / before < 1.25:  # noqa: PLR2004 - worth a line
+            self._interval_reason = choice.reason
             rank_zero_info(f"Checkpoints: {choice.reason}.")
         self._schedule.retime(choice.seconds)
 
@@ -362,15 +495,23 @@ class AirCheckpoint(ModelCheckpoint):
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         return False
 
+    # ---- resuming ----------------------------------------------------------------------------------------------------
+
     # Private: where `ckpt_path="last"` comes from. Lightning's own looks at names only, and on local disks only.
     @override
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         # Private, and name-mangled: the default folder, which depends on the Trainer.
         dirpath = self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
-        newest = latest_checkpoint(str(dirpath))
-        return set() if newest is None else {wrapped(newest)}
+        self._damaged = set()
+        # Whether code in it may run is for the load to say, with an error: it is no reason to begin anew.
+        self._found_last = latest_checkpoint(parse_place(dirpath).root, weights_only=False, on_skip=self._pass_over)
+        if self._found_last is None:
+            return set()
+        return {self._found_last if self._io(trainer) is None else wrapped(self._found_last)}
 
-    # ---- state -------------------------------------------------------------------------------------------------------
+    def _pass_over(self, report: CheckpointReport) -> None:
+        self._damaged.add(report.path)
+        rank_zero_warn(f"Passing over a checkpoint. {report}")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -378,6 +519,8 @@ class AirCheckpoint(ModelCheckpoint):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not self._is_fitting and self.best_model_path:
+            return  # a checkpoint that is evaluated knows nothing of those after it
         super().load_state_dict(state_dict)
         if "schedule" in state_dict:
             self._schedule.load_state_dict(state_dict["schedule"])
@@ -386,9 +529,9 @@ class AirCheckpoint(ModelCheckpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note the names of the optimizers' parameters, by which `AsyncUCCheckpointIO` stores their state."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if self._io(trainer) is not None and "lightning_air" not in checkpoint:
+        if self._io(trainer) is not None and META_KEY not in checkpoint:
             names = {id(param): name for name, param in pl_module.named_parameters()}
-            checkpoint["lightning_air"] = {
+            checkpoint[META_KEY] = {
                 "parameter_names": [
                     [
                         [names.get(id(param), f"unnamed.{at}") for at, param in enumerate(group["params"])]

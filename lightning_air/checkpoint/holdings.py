@@ -18,6 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_air.checkpoint.shares import Leaf, fingerprint, share
 
+# Beside shards, plain tensors smaller than this are rank 0's. They are buffers such as BatchNorm's, which each rank
+# updates from its own batches: the mean of one rank with the variance of another would be neither's.
+_LARGE_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class OwnPiece:
@@ -83,13 +87,18 @@ def own_share(leaves: Mapping[str, Any], global_rank: int, world_size: int) -> O
     groups: dict[tuple[int, int, str], list[_Local]] = defaultdict(list)
     objects: dict[str, bytes] = {}
     structure: list[Leaf] = []
+    is_sharded = any(isinstance(value, DTensor) for value in leaves.values())
     for keys, value in _without_duplicates(leaves):
         if not is_stored_as_tensor(value):
             if global_rank == 0:
                 objects.update(dict.fromkeys(keys, saved_bytes(value)))
             structure.extend(Leaf(f"{key} (object)", (), 1) for key in keys)
             continue
-        structure.extend(Leaf(f"{key} {value.dtype}", tuple(value.shape), value.element_size()) for key in keys)
+        # Of shards the ranks may see differently what is tied: an empty one has no address.
+        tied_to = "" if isinstance(value, DTensor) else keys[0]
+        structure.extend(
+            Leaf(f"{key} {value.dtype} {tied_to}", tuple(value.shape), value.element_size()) for key in keys
+        )
         if isinstance(value, DTensor):
             if value.device_mesh.get_coordinate() is None:
                 continue
@@ -99,7 +108,10 @@ def own_share(leaves: Mapping[str, Any], global_rank: int, world_size: int) -> O
                 groups[group].append(_Local(keys, value.to_local(), tuple(chunk.offsets), tuple(value.shape)))
         else:
             whole = _Local(keys, value.detach(), (0,) * value.ndim, tuple(value.shape))
-            groups[world_size, global_rank, ""].append(whole)
+            if not is_sharded or value.nbytes >= _LARGE_BYTES:
+                groups[world_size, global_rank, ""].append(whole)
+            elif global_rank == 0:
+                groups[1, 0, ""].append(whole)
     pieces: list[OwnPiece] = []
     for (num_replicas, index, _), locals_ in sorted(groups.items(), key=lambda item: item[0]):
         pieces += _pieces(locals_, num_replicas, index)

@@ -7,7 +7,7 @@ Lightning calls a CheckpointIO on rank 0 only, and rank 0 does all of it.
 import atexit
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,10 @@ class AsyncUCCheckpointIO(CheckpointIO):
         overlap_copy: Let the copy of trained parameters and optimizer state overlap with the next forward and backward;
             it is waited for before any optimizer's step. Only for a run in which nothing but optimizers changes them.
 
+    Attributes:
+        loaded_from: The checkpoint last loaded, behind pointers and after damaged ones.
+        passed_over: Those found damaged before it.
+
     Raises:
         ValueError: If an option is wrong.
     """
@@ -90,6 +94,8 @@ class AsyncUCCheckpointIO(CheckpointIO):
         self._saver: Saver | None = None
         self._reports: list[SaveReport] = []
         self._step_hook: Any = None
+        self.loaded_from: str | None = None
+        self.passed_over: set[str] = set()
 
     def connect(self, sharding: str) -> None:
         """Meet the other ranks, over a group of our own. Collective: AirStrategy calls this on every rank, in setup.
@@ -196,12 +202,17 @@ class AsyncUCCheckpointIO(CheckpointIO):
             return True
         return self._saver.settle(self._drain_timeout if timeout_seconds is None else timeout_seconds, quietly=quietly)
 
-    def take_reports(self) -> list[SaveReport]:
-        """Return what became of the saves that have ended since the last call. Waits for none."""
+    def take_reports(self, paths: Collection[str] | None = None) -> list[SaveReport]:
+        """Return what became of saves that have ended, each once. Waits for none.
+
+        Args:
+            paths: As they were asked for; the reports of others stay for whoever began them. None: all.
+        """
         if self._saver is not None:
             self._reports += self._saver.take_reports()
-        reports, self._reports = self._reports, []
-        return reports
+        taken = [report for report in self._reports if paths is None or report.path in paths]
+        self._reports = [report for report in self._reports if paths is not None and report.path not in paths]
+        return taken
 
     @property
     def is_saving(self) -> bool:
@@ -253,6 +264,7 @@ class AsyncUCCheckpointIO(CheckpointIO):
         )
         found, checkpoint = loader.load(parse_place(path).root, state=state, like=like, weights_only=weights_only)
         self._shelf.protect(found)
+        self.loaded_from, self.passed_over = found, set(loader.passed_over)
         return checkpoint
 
     # ---- ending ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Which checkpoints a run has, and which of them may go."""
+"""Which checkpoints a run has, how good they are, and which of them may go."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,7 +13,15 @@ from lightning_air.checkpoint.retention import Candidate, orphans, to_delete
 
 @dataclass(frozen=True)
 class Known:
-    """A checkpoint in the run's folder."""
+    """A checkpoint in the run's folder.
+
+    Attributes:
+        path: Where it is, or is to be.
+        step: Optimizer steps done.
+        created_seconds: When it was saved, in seconds since 1970, as well as that is known.
+        is_published: Whether readers see it. One that is not is on its way, or its save was killed.
+        score: The monitored metric, if it was among the best.
+    """
 
     path: str
     step: int
@@ -25,6 +33,9 @@ class Known:
 class Keeping:
     """What lies in a run's folder, from this attempt and those before it.
 
+    Attributes:
+        begun: The saves of this attempt whose end is not known yet, as they were asked for.
+
     Args:
         keep_last: How many of the newest valid ones stay.
         mode: "min" or "max": which score is best.
@@ -35,9 +46,11 @@ class Keeping:
         self._mode: Literal["min", "max"] = mode
         self._known: dict[str, Known] = {}
         self._protected: set[str] = set()
+        self.begun: set[str] = set()
 
-    def look(self, folder: str) -> list[Known]:
-        """Return what lies in a folder. Rank 0 calls this, before training.
+    @staticmethod
+    def look(folder: str) -> list[Known]:
+        """Return what lies in a folder.
 
         Raises:
             OSError: If it cannot be listed.
@@ -47,10 +60,25 @@ class Keeping:
             for found in list_checkpoints(folder)
         ]
 
-    def start(self, found: Sequence[Known], *, resumed_from: str | None) -> None:
-        """Begin with what lies in the folder; what the run resumes from is never deleted."""
+    def start(self, found: Sequence[Known]) -> None:
+        """Begin with what lies in the folder."""
         self._known = {known.path: known for known in found}
-        self._protected = set() if resumed_from is None else {resumed_from}
+        self._protected = set()
+        self.begun = set()
+
+    def resume(self, path: str | None, *, damaged: Collection[str], scores: Mapping[str, Tensor]) -> None:
+        """Note what the run resumes from and knows from it.
+
+        Args:
+            path: What is never deleted.
+            damaged: Do not count, and stay for whoever wants to know what happened to them.
+            scores: By path. Those that are not there any more are ignored.
+        """
+        self._protected = set() if path is None else {path}
+        for each in damaged:
+            self._known.pop(each, None)
+        for each, score in scores.items():
+            self.score(each, score)
 
     def orphans(self, min_age_seconds: float) -> list[str]:
         """Return what killed saves have left, and forget it."""
@@ -60,23 +88,39 @@ class Keeping:
         return names
 
     def begin(self, path: str, step: int, score: Tensor | None) -> None:
-        """Note a save that was begun."""
+        """Note a save that is begun."""
         self._known[path] = Known(path, step, time.time(), is_published=False, score=_number(score))
+        self.begun.add(path)
 
-    def score(self, scores: Mapping[str, Tensor]) -> None:
-        """Note the scores of checkpoints, by path."""
-        for path, score in scores.items():
-            if path in self._known:
-                self._known[path] = replace(self._known[path], score=_number(score))
+    def score(self, path: str, score: Tensor | None) -> None:
+        """Note how good a checkpoint is."""
+        if path in self._known:
+            self._known[path] = replace(self._known[path], score=_number(score))
 
     def publish(self, asked: str, path: str) -> None:
         """Note that a save is published, perhaps under another name."""
-        known = self._known.pop(asked)
-        self._known[path] = replace(known, path=path, is_published=True)
+        self.begun.remove(asked)
+        self._known[path] = replace(self._known.pop(asked), path=path, is_published=True)
 
     def fail(self, asked: str) -> None:
         """Forget a save that failed."""
+        self.begun.discard(asked)
         self._known.pop(asked, None)
+
+    def best(self, number: int, *, only_published: bool = False) -> dict[str, float]:
+        """Return the best scores by path, the best first and of equal ones the newer.
+
+        Args:
+            number: How many; -1: all.
+            only_published: Leave out what is on its way.
+        """
+        scored = [
+            (known.score if self._mode == "min" else -known.score, -known.step, known.path, known.score)
+            for known in self._known.values()
+            if known.score is not None and (known.is_published or (known.path in self.begun and not only_published))
+        ]
+        ranked = sorted(scored)
+        return {path: score for *_, path, score in (ranked if number < 0 else ranked[:number])}
 
     def to_delete(self, keep_best: int) -> list[str]:
         """Return what may go now, and forget it.

@@ -72,12 +72,21 @@ def take_apart(checkpoint: Mapping[str, Any]) -> StoredForm:
     meta = pytree.tree_map_only(Tensor, set_aside, meta)
     if extras:
         state[META_KEY] = extras
-    meta[META_KEY] = {**notes, "format": 1, "optimizers_keyed_by": keyed_by}
+    notes |= {"format": 1, "empty": _empty_mappings(state)}
+    if "optimizer_states" in checkpoint:
+        notes["optimizers_keyed_by"] = keyed_by
+        notes["parameters_by_group"] = [
+            [len(group.get("params", [])) for group in each.get("param_groups", [])]
+            for each in checkpoint["optimizer_states"]
+        ]
+    meta[META_KEY] = notes
     leaves, paths = flatten(state)
     return StoredForm(leaves, paths, meta)
 
 
-def put_together(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath], meta: Mapping[str, Any]) -> dict[str, Any]:
+def put_together(
+    leaves: Mapping[str, Any], paths: Mapping[str, KeyPath], meta: Mapping[str, Any], *, is_whole: bool = True
+) -> dict[str, Any]:
     """Return the checkpoint as Lightning's single-process and DDP strategies expect it.
 
     Args:
@@ -85,12 +94,15 @@ def put_together(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath], meta: 
             place.
         paths: As in `StoredForm`; keys without one stand for themselves.
         meta: The content of `meta.pt`.
+        is_whole: False if the model and the optimizers have been filled in place and are not among the leaves.
     """
+    notes = dict(meta.get(META_KEY, {}))
     state: dict[str, Any] = {}
+    for path in notes.get("empty", ()) if is_whole else ():
+        set_at(state, path, {})
     for key, value in leaves.items():
         set_at(state, paths.get(key, (key,)), value)
     extras = state.pop(META_KEY, {})
-    notes = dict(meta.get(META_KEY, {}))
 
     def put_back(node: Any) -> Any:
         return extras[node[_MARKER]] if is_marker(node) and node[_MARKER] in extras else node
@@ -101,7 +113,7 @@ def put_together(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath], meta: 
         checkpoint["state_dict"] = state.pop("state_dict")
     states = [state.pop(f"optimizer_{index}") for index in range(len(state)) if f"optimizer_{index}" in state]
     keyed_by = notes.get("optimizers_keyed_by", ["name"] * len(states))
-    if states:
+    if states or (is_whole and notes.get("optimizers_keyed_by") == []):
         checkpoint["optimizer_states"] = [
             names_to_numbers(each) if by == "name" else _restore_numbers(each)
             for each, by in zip(states, keyed_by, strict=False)
@@ -164,8 +176,9 @@ def names_to_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restore_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    values = {int(key) if isinstance(key, str) and key.isdecimal() else key: v for key, v in state["state"].items()}
-    return {**state, "state": values} if "state" in state else dict(state)
+    state_of = state.get("state", {})  # an optimizer without any, as plain SGD is, has nothing stored
+    values = {int(key) if isinstance(key, str) and key.isdecimal() else key: v for key, v in state_of.items()}
+    return {**state, "state": values}
 
 
 def _keyed_by(state: Mapping[str, Any]) -> str:
@@ -203,6 +216,16 @@ def _flatten(value: Any, path: KeyPath, leaves: dict[str, Any], paths: dict[str,
             raise ValueError(f"Two entries of the checkpoint have the key {key!r}. Rename one of them.")
         leaves[key] = value
         paths[key] = path
+
+
+def _empty_mappings(value: Any, path: KeyPath = ()) -> list[KeyPath]:
+    """Return where mappings without entries are: a module may have such extra state, and flat keys do not show it."""
+    if isinstance(value, Mapping):
+        found = [each for key, child in value.items() for each in _empty_mappings(child, (*path, str(key)))]
+        return found if value or not path else [path]
+    if isinstance(value, list) and not _is_plain(value):
+        return [each for index, child in enumerate(value) for each in _empty_mappings(child, (*path, index))]
+    return []
 
 
 def _is_plain(values: list[Any]) -> bool:

@@ -4,6 +4,8 @@ A folder is read by `torch.distributed.checkpoint`'s plan, whoever wrote it: we,
 is Lightning's `.ckpt`. Either fills a sharded state in place, or comes back whole.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,7 @@ from torch.utils import _pytree as pytree  # no public name; what torch itself w
 from lightning_air.checkpoint.filling import Filling, empty_like_saved
 from lightning_air.checkpoint.lightning_form import (
     META_KEY,
+    KeyPath,
     flatten,
     is_marker,
     marked_key,
@@ -33,6 +36,9 @@ from lightning_air.checkpoint.store import Store
 from lightning_air.checkpoint.untrusted import DamagedCheckpointError
 
 State = dict[str, Any]
+
+# What `torch.compile` of a submodule puts into its parameters' names. A state to be filled never has it.
+_COMPILED = "_orig_mod."
 
 
 class Like(Protocol):
@@ -95,7 +101,7 @@ class FolderSession:
             self._flat = empty_like_saved(self._metadata)
         else:
             self._metadata = _by_name(self._metadata, self._meta, self._state)
-            self._flat = {**flatten(self._state)[0], **self._extras(self._like)}
+            self._flat = {**_wanted(self._state, self._metadata.planner_data or {}), **self._extras(self._like)}
         self._filling = Filling(self._flat, self._metadata, source=self._path)
         self.files = self._filling.files
 
@@ -124,7 +130,8 @@ class FolderSession:
             return put_together(self._flat, paths, self._meta)
         _put_objects(self._state, self._flat)
         extras = {key: value for key, value in self._flat.items() if key.startswith(f"{META_KEY}.")}
-        return put_together(extras, {key: (META_KEY, key.partition(".")[2]) for key in extras}, self._meta)
+        places = {key: (META_KEY, key.partition(".")[2]) for key in extras}
+        return put_together(extras, places, self._meta, is_whole=False)
 
 
 class FileSession:
@@ -161,8 +168,11 @@ class FileSession:
             if f"optimizer_{index}" in self._state:
                 names = _names_by_group(self._state[f"optimizer_{index}"])
                 checkpoint["optimizer_states"][index] = numbers_to_names(saved, names)
+        if "state_dict" in checkpoint:
+            weights = {key.replace(_COMPILED, ""): value for key, value in checkpoint["state_dict"].items()}
+            checkpoint["state_dict"] = weights
         form = take_apart({key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint})
-        flat = flatten(self._state)[0]
+        flat = _wanted(self._state, form.paths)
         lacking = [key for key in flat if key not in form.leaves]
         if lacking:
             raise ValueError(f"{self._path} does not hold {lacking[0]!r} and {len(lacking) - 1} more keys.")
@@ -196,29 +206,72 @@ def _copy_part(key: str, whole: Any, target: Tensor) -> None:
             target.to_local().copy_(whole[box])
 
 
+def _wanted(state: State, saved: Mapping[str, KeyPath]) -> State:
+    """Return, by flat key, what of the state a checkpoint has to hold.
+
+    Not the optimizer's state of a parameter that had never been stepped when it was saved (one without gradients, or of
+    an optimizer that had not begun): its tensors become zero, as an optimizer begins. Nor options of a group that the
+    optimizer, of a newer torch, has got since.
+    """
+    leaves, paths = flatten(state)
+    parts: dict[KeyPath, list[str]] = defaultdict(list)
+    for key, path in paths.items():
+        if path[0] in state and str(path[0]).startswith("optimizer_"):
+            parts[path[:3]].append(key)
+    saved_parts = {path[:3] for path in saved.values()}
+    for part, keys in parts.items():
+        if part[1:2] == ("state",) and part not in saved_parts and (part[0], "param_groups", 0) in saved_parts:
+            for key in keys:
+                value = leaves.pop(key)
+                if isinstance(value, Tensor):
+                    (value.to_local() if isinstance(value, DTensor) else value).zero_()
+        elif part[1:2] == ("param_groups",) and part in saved_parts:
+            for key in keys:
+                if key not in saved:
+                    del leaves[key]
+    return leaves
+
+
 def _names_by_group(state: State) -> list[list[str]]:
     return [list(group["params"]) for group in state["param_groups"]]
 
 
 def _by_name(metadata: Metadata, meta: State, state: State) -> Metadata:
-    """Rename the optimizer state of a checkpoint that numbers its parameters, as the state names them."""
-    renamed: dict[str, str] = {}
-    for index, keyed_by in enumerate(meta.get(META_KEY, {}).get("optimizers_keyed_by", [])):
+    """Rename what a checkpoint holds as the state does: without what `torch.compile` adds, and never by number.
+
+    Raises:
+        ValueError: If an optimizer's groups had other numbers of parameters.
+    """
+    paths = metadata.planner_data or {}
+    renamed: dict[str, KeyPath] = {
+        flat_key: tuple(part.replace(_COMPILED, "") if isinstance(part, str) else part for part in path)
+        for flat_key, path in paths.items()
+        if _COMPILED in flat_key
+    }
+    notes = meta.get(META_KEY, {})
+    for index, keyed_by in enumerate(notes.get("optimizers_keyed_by", [])):
         key = f"optimizer_{index}"
         if keyed_by == "number" and key in state:
-            names = [each for group in _names_by_group(state[key]) for each in group]
-            for flat_key, path in (metadata.planner_data or {}).items():
+            by_group = _names_by_group(state[key])
+            counts = notes.get("parameters_by_group", [])[index : index + 1]
+            if counts and counts != [[len(group) for group in by_group]]:
+                raise ValueError(
+                    f"Optimizer {index} had {counts[0]} parameters in its groups when it was saved, and has "
+                    f"{[len(group) for group in by_group]} now. Give it the same groups."
+                )
+            names = [each for group in by_group for each in group]
+            for flat_key, path in paths.items():
                 if path[:2] == (key, "state") and str(path[2]).isdecimal() and int(path[2]) < len(names):
-                    new_path = (key, "state", names[int(path[2])], *path[3:])
-                    renamed[flat_key] = ".".join(map(str, new_path))
+                    renamed[flat_key] = (key, "state", names[int(path[2])], *path[3:])
     if not renamed:
         return metadata
 
     def new(key: str) -> str:
-        return renamed.get(key, key)
+        return ".".join(map(str, renamed[key])) if key in renamed else key
 
     return replace(
         metadata,
+        planner_data={new(key): renamed.get(key, path) for key, path in paths.items()},
         state_dict_metadata={new(key): entry for key, entry in metadata.state_dict_metadata.items()},
         storage_data={
             MetadataIndex(new(index.fqn), index.offset, index.index): info

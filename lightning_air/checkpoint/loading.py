@@ -8,19 +8,28 @@ version, a model that does not fit.
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_air.checkpoint.latest import SHARD_SUFFIX
 from lightning_air.checkpoint.load_session import Like, Session, State, session_for
+from lightning_air.checkpoint.manifest import MANIFEST_NAME, OBJECTS_NAME
 from lightning_air.checkpoint.opened import read_small_files
-from lightning_air.checkpoint.places import parent
+from lightning_air.checkpoint.places import join, parent
 from lightning_air.checkpoint.ranks import Ranks
+from lightning_air.checkpoint.reading import ask
+from lightning_air.checkpoint.retry import Patience
 from lightning_air.checkpoint.shelf import Shelf
+from lightning_air.checkpoint.store import METADATA_NAME
 from lightning_air.checkpoint.transfer import download
 from lightning_air.checkpoint.untrusted import BadCheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
 Verify = Literal["digest", "size", "off"]
+
+# How long looking for checkpoints is tried again.
+_PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,9 @@ class Loader:
         sharing: Which ranks see the same cache folder, this one among them.
         options: How.
         warn: How to warn; called on rank 0.
+
+    Attributes:
+        passed_over: What was found damaged.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class Loader:
         self._sharing = sharing
         self._options = options
         self._warn = warn
+        self.passed_over: list[str] = []
 
     def load(
         self,
@@ -90,11 +103,12 @@ class Loader:
             ValueError: If it does not fit the state.
         """
         problems: list[str] = []
-        for candidate in self._candidates(path):
+        for candidate in self._candidates(path, problems):
             try:
                 loaded = self._load(candidate, state, like, weights_only=weights_only)
             except _DamagedError as damage:
                 problems.append(str(damage))
+                self.passed_over.append(candidate)
                 continue
             if problems and self._ranks.global_rank == 0:
                 self._warn(f"{' '.join(problems)} Loading {candidate} instead.")
@@ -105,21 +119,39 @@ class Loader:
 
     # ---- choosing one ------------------------------------------------------------------------------------------------
 
-    def _candidates(self, path: str) -> Iterator[str]:
+    def _candidates(self, path: str, problems: list[str]) -> Iterator[str]:
         """Give what was asked for, then what lies beside it, newest first. Collective, step by step."""
-        first = self._told_by_first(lambda: self._asked_for(path))
+        first = self._seen(self._asked_for, path, problems)
         yield from first
-        if first:
-            beside = self._told_by_first(lambda: self._beside(path))
-            yield from (candidate for candidate in beside if candidate not in first)
+        if first or problems:
+            yield from (candidate for candidate in self._seen(self._beside, path, problems) if candidate not in first)
+
+    def _seen(self, look: Callable[[str], list[str]], path: str, problems: list[str]) -> list[str]:
+        """Return what rank 0 sees, or add to the problems why that is nothing. Collective: every rank calls this."""
+
+        def ask_again() -> list[str]:  # an error that passes must not cost a checkpoint
+            return ask(self._shelf.open_store(path), lambda: look(path), Patience(_PATIENCE_SECONDS))
+
+        try:
+            found: list[str] = self._told_by_first(ask_again)
+        except _DamagedError as damage:
+            problems.append(str(damage))
+            return []
+        return found
 
     def _asked_for(self, path: str) -> list[str]:
         root = self._shelf.resolve(path)
         generations = self._shelf.generations(root)
+        if not generations and any(_is_part(entry.name) for entry in self._shelf.open_store(root).list()):
+            raise DamagedCheckpointError(
+                f"{join(root, METADATA_NAME)} is missing: its save was not finished, or it is being deleted"
+            )
         return [generations[number] for number in sorted(generations, reverse=True)]
 
     def _beside(self, path: str) -> list[str]:
-        return self._shelf.newest_first(parent(self._shelf.resolve(path)))
+        with suppress(DamagedCheckpointError):  # a pointer that was cut off, which is a problem already
+            path = self._shelf.resolve(path)
+        return self._shelf.newest_first(parent(path))
 
     # ---- loading one -------------------------------------------------------------------------------------------------
 
@@ -200,6 +232,11 @@ class Loader:
         raise {"unsafe": UnsafeCheckpointError, "bad": BadCheckpointError, "value": ValueError}.get(kind, RuntimeError)(
             message
         )
+
+
+def _is_part(file: str) -> bool:
+    """Return whether only a checkpoint has a file of this name."""
+    return file.endswith(SHARD_SUFFIX) or file in (OBJECTS_NAME, MANIFEST_NAME)
 
 
 def _told(error: Exception) -> tuple[str, str]:

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from lightning_air.checkpoint.background import Failure, Outcome, SaveJob, save_together
@@ -143,15 +145,13 @@ class Saver:
         started = time.monotonic()
         self.settle()
         waited = time.monotonic() - started
-        form = take_apart(checkpoint)
-        share = own_share(form.leaves, self._ranks.global_rank, self._ranks.world_size)
-        is_copied = self._agree(share)
-        meta = meta_bytes(form.meta) if self._ranks.global_rank == 0 else None
+        form, share, meta, error = self._taken_apart(checkpoint)
+        is_copied = self._agree(share, error)
         staged_from = time.monotonic()
         copy = None
         if is_copied:
             trained = _trained_keys(form) if overlap else frozenset()
-            copy = self._stager.stage(share.pieces, lambda piece: piece.keys[0] in trained)
+            copy = self._staged(share, trained)
         stage_seconds = time.monotonic() - staged_from if is_copied else 0.0
         job = SaveJob(path=path, details=details, share=share, copy=copy, paths=form.paths, meta=meta)
         pending = _Pending(job, started, waited, stage_seconds)
@@ -166,7 +166,8 @@ class Saver:
     def finish_copy(self) -> None:
         """Wait for a copy that overlaps with the training. To be called before anything changes parameters."""
         if self._copy is not None:
-            self._copy.wait()
+            with suppress(Exception):  # the save fails of it, on every rank, and that is told in its turn
+                self._copy.wait()
             self._copy = None
 
     def settle(self, timeout_seconds: float | None = None, *, quietly: bool = False) -> bool:
@@ -219,14 +220,44 @@ class Saver:
         """Whether a save is under way."""
         return self._pending is not None and not self._pending.done.done()
 
-    def _agree(self, share: OwnShare) -> bool:
-        """Return whether all ranks have memory for their copies. Collective: every rank calls this."""
+    def _taken_apart(
+        self, checkpoint: Mapping[str, Any]
+    ) -> tuple[StoredForm, OwnShare, bytes | None, Exception | None]:
+        """Return the checkpoint's form, this rank's share, rank 0's `meta.pt`; or an error, which `_agree` raises."""
+        is_first = self._ranks.global_rank == 0
+        try:
+            form = take_apart(checkpoint)
+            share = own_share(form.leaves, self._ranks.global_rank, self._ranks.world_size)
+            return form, share, meta_bytes(form.meta) if is_first else None, None
+        except Exception as error:  # noqa: BLE001 - such as an object that rank 0 cannot pickle: the others wait
+            return StoredForm({}, {}, {}), OwnShare([], {}, ""), None, error
+
+    def _staged(self, share: OwnShare, trained: frozenset[str]) -> StagedCopy:
+        """Return a copy of the share; if it fails, one whose `wait` raises: the other ranks wait in the background."""
+        try:
+            return self._stager.stage(share.pieces, lambda piece: piece.keys[0] in trained)
+        except Exception as error:  # noqa: BLE001 - as above
+            return StagedCopy([], partial(_raise, error))
+
+    def _agree(self, share: OwnShare, error: Exception | None) -> bool:
+        """Return whether all ranks have memory for their copies. Collective: every rank calls this.
+
+        Raises:
+            Exception: The error, if there is one.
+            RuntimeError: If another rank has one, or the ranks do not hold the same state.
+        """
         free = free_memory_bytes()
         short = 0
         if free is not None and (needed := self._stager.missing_bytes(share.pieces)):
             short = max(0, needed - max(0, free - _SPARE_MEMORY_BYTES) // self._options.num_sharing_disk)
-        votes = self._ranks.all_gather((share.fingerprint, short))
-        odd = [rank for rank, (fingerprint, _) in enumerate(votes) if fingerprint != votes[0][0]]
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        votes = self._ranks.all_gather((share.fingerprint, short, told))
+        if error is not None:
+            raise error
+        failed = [rank for rank, vote in enumerate(votes) if vote[2] is not None]
+        if failed:
+            raise RuntimeError(f"No checkpoint is saved, since rank {failed[0]} cannot: {votes[failed[0]][2]}")
+        odd = [rank for rank, vote in enumerate(votes) if vote[0] != votes[0][0]]
         if odd:
             raise RuntimeError(
                 f"Rank(s) {', '.join(map(str, odd))} hold a state of other names, shapes or dtypes than rank 0, so the "
@@ -326,6 +357,10 @@ class Saver:
 def _serve(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (call := calls.get()) is not None:
         call()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _trained_keys(form: StoredForm) -> frozenset[str]:

@@ -58,12 +58,17 @@ class _HashedFile(io.RawIOBase):
         self._descriptor = descriptor
         self.digest = Digest()
         self.position = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         written = 0
-        while written < len(view):
-            written += os.write(self._descriptor, view[written:])
+        try:
+            while written < len(view):
+                written += os.write(self._descriptor, view[written:])
+        except OSError as error:
+            self.error = error
+            raise
         self.digest.update(view)
         self.position += len(view)
         return len(view)
@@ -87,10 +92,15 @@ def write_shard_file(path: Path, name: str, items: Sequence[Item]) -> WrittenFil
             stream = _HashedFile(descriptor)
             for item in items:
                 start = stream.position
-                if isinstance(item.data, bytes):
-                    stream.write(item.data)
-                else:
-                    _save_tensor(item.data, stream)
+                try:
+                    if isinstance(item.data, bytes):
+                        stream.write(item.data)
+                    else:
+                        _save_tensor(item.data, stream)
+                except RuntimeError:  # torch closes its archive, and hides the disk's error behind its own
+                    if stream.error is None:
+                        raise
+                    raise stream.error from None
                 info = StorageInfo(name, start, stream.position - start)
                 entries.extend((index, info) for index in item.indices)
             os.fsync(descriptor)

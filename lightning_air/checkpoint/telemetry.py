@@ -1,18 +1,35 @@
-"""What a save took, as metrics with fixed names and as one line for the console."""
+"""What a save took, as metrics with fixed names and as one line for the console.
+
+Every logger gets these of each save that has ended, at the save's step. Times and bytes are rank 0's; times are in
+seconds.
+
+| metric | what it is |
+|---|---|
+| `checkpoint/blocking_seconds` | how long training waited, for all reasons |
+| `checkpoint/wait_previous_seconds` | of that, for the save before |
+| `checkpoint/stage_seconds` | of that, for the copy into host memory |
+| `checkpoint/write_seconds` | writing shards, in the background like the next two |
+| `checkpoint/upload_seconds` | sending them to a volume or an object store |
+| `checkpoint/verify_seconds` | asking what had arrived, summed over the uploads |
+| `checkpoint/commit_lag_seconds` | from the call to the publication, or to the failure |
+| `checkpoint/bytes` | rank 0's share |
+| `checkpoint/total_bytes` | the whole checkpoint; 0 if it failed |
+| `checkpoint/gigabytes_per_second` | rank 0's share, written and uploaded |
+| `checkpoint/retries` | repeated uploads |
+| `checkpoint/failures` | failed saves of this run so far |
+| `checkpoint/last_committed_step` | the step of the newest published checkpoint, once there is one |
+"""
 
 from lightning_air.checkpoint.saver import SaveReport
 
 
-def metrics(report: SaveReport, num_failures: int) -> dict[str, float]:
-    """Return the metrics of a save that has ended, as rank 0 saw it.
+def metrics(report: SaveReport, *, num_failures: int, last_committed_step: int | None) -> dict[str, float]:
+    """Return the metrics of a save that has ended, by the names above.
 
     Args:
         report: What became of it.
         num_failures: How many saves of this run have failed so far.
-
-    Returns:
-        Seconds, bytes (this rank's share; the whole checkpoint), gigabytes per second of this rank's way to the place,
-        counts; `last_committed_step` only once there is one.
+        last_committed_step: The step of the newest published checkpoint.
     """
     on_the_way = report.write_seconds + report.upload_seconds
     values = {
@@ -29,8 +46,8 @@ def metrics(report: SaveReport, num_failures: int) -> dict[str, float]:
         "retries": float(report.num_retries),
         "failures": float(num_failures),
     }
-    if report.published_path is not None:
-        values["last_committed_step"] = float(report.step)
+    if last_committed_step is not None:
+        values["last_committed_step"] = float(last_committed_step)
     return {f"checkpoint/{name}": value for name, value in values.items()}
 
 

@@ -1,7 +1,9 @@
 """Agree on when to save, without a word between the ranks on most steps.
 
 Steps and epochs are the same everywhere; time is not. Rank 0's clock decides, and tells the others at steps that all of
-them know: the next one is when half of the time that is left should have passed, and never more than a minute away.
+them know: the next one is when half of the time that is left should have passed. How long steps take is known of the
+past only, so it is never more steps away than were counted since the one before, doubled, and never more than
+`MAX_SILENT_STEPS`.
 """
 
 from collections.abc import Callable
@@ -9,7 +11,11 @@ from typing import Any
 
 from lightning_air.checkpoint.cadence import Schedule
 
-LONGEST_SILENCE_SECONDS = 60.0
+# However fast the steps were: those to come may be slow (launches that only queue work on a GPU take milliseconds until
+# the first one that does not), and a save is late by as many.
+MAX_SILENT_STEPS = 100
+# How soon to ask again whether an upload has ended that a save waits for.
+_HELD_SECONDS = 1.0
 
 
 class SharedSchedule:
@@ -22,39 +28,53 @@ class SharedSchedule:
     """
 
     def __init__(self, schedule: Schedule, broadcast: Callable[[Any], Any], clock: Callable[[], float]) -> None:
-        self.schedule = schedule
+        self._schedule = schedule
         self._broadcast = broadcast
         self._clock = clock
-        self._last_step = self._next_step = 0
+        self._last_step = self._next_step = self._silent_steps = 0
         self._last_seconds = 0.0
 
     def start(self, step: int) -> None:
         """Begin when training starts or resumes."""
-        self.schedule.start(step)
-        self._listen_again(step)
+        now = self._clock()
+        self._schedule.start(step, now)
+        self._listen_again(step, now)
 
-    def is_due(self, step: int, *, epoch_end: bool = False) -> bool:
-        """Return whether to save now, the same on every rank. Collective at the steps that all ranks know."""
-        is_due = self.schedule.is_due(step, epoch_end=epoch_end)
-        if self.schedule.interval_seconds is None:
+    def is_due(self, step: int, *, epoch_end: bool = False, is_saving: bool = False) -> bool:
+        """Return whether to save now, the same on every rank. Collective at the steps that all ranks know.
+
+        Args:
+            step: The optimizer steps done.
+            epoch_end: Whether they end an epoch.
+            is_saving: Whether a save is under way, which one that is due by "auto" does not wait for: it comes later.
+                Rank 0's counts.
+        """
+        now = self._clock()
+        is_due = self._schedule.is_due(step, epoch_end=epoch_end, now=now)
+        if self._schedule.interval_seconds is None:
             return is_due
         if step < self._next_step:
             return False
-        seconds_left = 0.0 if is_due else self.schedule.seconds_left()
-        per_step = (self._clock() - self._last_seconds) / max(1, step - self._last_step)
-        silence = min(seconds_left / 2, LONGEST_SILENCE_SECONDS)
-        num_steps = max(1, int(silence / per_step)) if per_step > 0 else 1
-        told: tuple[bool, int] = self._broadcast((is_due, num_steps))
-        is_due, num_steps = told
-        self._last_step, self._last_seconds = step, self._clock()
-        self._next_step = step + num_steps
-        return is_due
+        seconds_left = self._schedule.seconds_left(now)
+        if is_due and is_saving and self._schedule.every.unit == "auto":
+            is_due, seconds_left = False, _HELD_SECONDS
+        is_due, num_steps = self._broadcast((is_due, self._steps_until(seconds_left / 2, step, now)))
+        self._last_step, self._last_seconds = step, now
+        self._next_step, self._silent_steps = step + num_steps, num_steps
+        return bool(is_due)
 
     def record_save(self, step: int) -> None:
         """Note that a save was begun."""
-        self.schedule.record_save(step)
-        self._listen_again(step)
+        now = self._clock()
+        self._schedule.record_save(step, now)
+        self._listen_again(step, now)
 
-    def _listen_again(self, step: int) -> None:
-        self._last_step, self._last_seconds = step, self._clock()
-        self._next_step = step + 1
+    def _steps_until(self, seconds: float, step: int, now: float) -> int:
+        """Return in how many steps so much time should have passed."""
+        per_step = (now - self._last_seconds) / max(1, step - self._last_step)
+        most = min(2 * self._silent_steps, MAX_SILENT_STEPS)
+        return max(1, int(min(seconds / per_step, most))) if per_step > 0 else most
+
+    def _listen_again(self, step: int, now: float) -> None:
+        self._last_step, self._last_seconds = step, now
+        self._next_step, self._silent_steps = step + 1, 1

@@ -51,6 +51,9 @@ SUBCOMMANDS = {
     "validate": _training("evaluate a model on the validation data"),
     "test": _training("evaluate a model on the test data"),
     "predict": _training("let a model predict"),
+    "checkpoints": Subcommand(
+        "list, show, verify, consolidate or prune checkpoints, wherever they lie", "lightning_air.cli.checkpoints"
+    ),
 }
 
 

@@ -27,7 +27,7 @@ GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.01
 
 _EXPECTED_THREADS = {
-    "tmonitor": "tqdm's monitor of progress bars serves all of a process' bars, and never ends",
+    "tqdm_monitor": "tqdm's monitor of progress bars serves all of a process' bars, and never ends",
 }
 """Start of a thread's lower-case name, and why that thread may outlive a test."""
 

@@ -120,7 +120,15 @@ def test_python_starts_two_processes(finished: tuple[Path, str]) -> None:
     assert printed.count("\ndef ") == 1  # rank 0 alone prints what the model wrote
     assert "arning" not in printed
     [folder] = output.glob("run-*")
-    assert sorted(path.name for path in folder.rglob("*")) == ["best.ckpt", "checkpoints", "last.ckpt", "loss.png"]
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "loss.png"]
+    [checkpoint] = (folder / "checkpoints").iterdir()  # of the last step, which is also the best
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "manifest.json",
+        "meta.pt",
+    ]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert metric_steps(output, "train/loss") == [[0, 1, 2, 3]]
     assert metric_steps(output, "val/loss") == [[3]]
@@ -145,7 +153,7 @@ def test_torchrun_shards_the_model(tmp_path: Path) -> None:
     assert "world size 2" in printed
     assert printed.count("\ndef ") == 1
     assert len(list(output.glob("run-*/loss.png"))) == 1
-    assert len(list(output.glob("run-*/checkpoints/last.ckpt/*.distcp"))) == 2  # a shard from each rank
+    assert len(list(output.glob("run-*/checkpoints/*/*.distcp"))) == 2  # a shard from each rank
     assert metric_steps(output, "train/loss") == [[0, 1]]
 
 
@@ -164,4 +172,4 @@ def test_yaml_is_the_same_job(tmp_path: Path) -> None:
     assert ["step 2: " in rank.output for rank in ranks] == [True, False]
     assert metric_steps(output, "train/loss") == [[0, 1]]
     assert metric_steps(output, "val/loss") == [[1]]
-    assert len(list(output.glob("*/*/checkpoints/last.ckpt"))) == 1
+    assert len(list(output.glob("*/*/checkpoints/*/.metadata"))) == 1
