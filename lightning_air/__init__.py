@@ -4,6 +4,8 @@ from lightning_air._version import __version__
 from lightning_air.checkpoint import (
     AirCheckpoint,
     AsyncUCCheckpointIO,
+    BadCheckpointError,
+    CheckpointFailedError,
     VolumeReader,
     VolumeWriter,
     consolidate_checkpoint,
@@ -17,6 +19,8 @@ __all__ = [
     "AirCheckpoint",
     "AirStrategy",
     "AsyncUCCheckpointIO",
+    "BadCheckpointError",
+    "CheckpointFailedError",
     "VolumeReader",
     "VolumeWriter",
     "__version__",

@@ -21,14 +21,15 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from torch import nn
 
 import lightning_air
-from lightning_air import AirStrategy, _lightning
+from lightning_air import AirCheckpoint, AirStrategy, _lightning
 from lightning_air.strategy import AirDDP, AirFSDP
 from tests.kit.ranks import run_ranks, values
 from tests.kit.trainers import fast_trainer_kwargs
@@ -171,7 +172,7 @@ def _is_marked(attribute: Any) -> bool:
 
 def test_our_classes_are_found() -> None:
     names = {cls.__name__ for cls in _our_classes()}
-    assert {"AirCLI", "AirDDP", "AirEnvironment", "AirFSDP", "AirStrategy"} <= names
+    assert {"AirCLI", "AirCheckpoint", "AirDDP", "AirEnvironment", "AirFSDP", "AirStrategy"} <= names
     assert len(IN_FRONT_OF_A_HOST) > 50
 
 
@@ -297,6 +298,26 @@ def test_our_attributes_are_none_of_theirs() -> None:
     ours = {name for cls in (AirStrategy, AirDDP, AirFSDP) for name in _own_attributes(cls, context=ast.Store)}
     theirs = {name for stock in STOCK for name in dir(stock())}
     assert ours & theirs == SET_BY_US
+
+
+# ModelCheckpoint's record, which AirCheckpoint keeps for it.
+KEPT_FOR_MODEL_CHECKPOINT = {
+    "_last_checkpoint_saved",
+    "_last_global_step_saved",
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "dirpath",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+}
+
+
+def test_our_attributes_of_a_checkpoint_callback_are_none_of_theirs() -> None:
+    ours = _own_attributes(AirCheckpoint, context=ast.Store)
+    assert len(ours) > 20
+    assert ours & set(dir(ModelCheckpoint())) == KEPT_FOR_MODEL_CHECKPOINT
 
 
 # ---- private names that we rely on -----------------------------------------------------------------------------------
@@ -438,6 +459,40 @@ def _orig_mod() -> None:
     assert torch.compile(module, backend="eager")._orig_mod is module
 
 
+def _checkpoint_saved() -> None:
+    callback = ModelCheckpoint()
+    assert (callback._last_global_step_saved, callback._last_checkpoint_saved) == (0, "")
+    trainer = _trainer()
+    trainer.state.fn = TrainerFn.FITTING
+    assert callback._should_skip_saving_checkpoint(trainer)  # nothing to save before the first step
+    callback._last_global_step_saved = -1
+    assert not callback._should_skip_saving_checkpoint(trainer)
+
+
+def _checkpoint_hooks() -> None:
+    # That Lightning calls ours: `test_the_newest_and_the_best_are_kept_and_each_step_is_saved_once`.
+    assert _parameters(ModelCheckpoint._save_checkpoint) == ["self", "trainer", "filepath"]
+    assert _parameters(ModelCheckpoint._should_remove_checkpoint) == ["self", "trainer", "previous", "current"]
+
+
+def _monitor_candidates() -> None:
+    candidates = ModelCheckpoint()._monitor_candidates(_trainer())
+    assert {name: int(value) for name, value in candidates.items()} == {"epoch": 0, "step": 0}
+
+
+def _find_last_checkpoints() -> None:
+    assert ModelCheckpoint(Path.cwd())._find_last_checkpoints(_trainer()) == set()
+
+
+def _default_folder() -> None:
+    folder = ModelCheckpoint()._ModelCheckpoint__resolve_ckpt_dir(_trainer())  # type: ignore[attr-defined]
+    assert folder == str(Path.cwd() / "checkpoints")
+
+
+def _state_key() -> None:
+    assert ModelCheckpoint()._generate_state_key(dirpath="/a") == "ModelCheckpoint{'dirpath': '/a'}"
+
+
 # The name, how it is checked, and what would break without it.
 PRIVATE = [
     ("_configure_launcher", _configure_launcher, "a notebook, and a single rank, would start subprocesses"),
@@ -464,6 +519,15 @@ PRIVATE = [
     ("_abort_process_group", _abort, "a rank in a NCCL collective whose peer is gone would hang"),
     ("_pytree", _pytree, "sharded tensors in callbacks' state would be saved as rank 0's shard"),
     ("_orig_mod", _orig_mod, "compiled blocks would not be found by the name of their class"),
+    ("_last_checkpoint_saved", _checkpoint_saved, "a step would be saved twice, for its cadence and for its metric"),
+    ("_last_global_step_saved", _checkpoint_saved, "a step would be saved twice, or not again after a failure"),
+    ("_should_skip_saving_checkpoint", _checkpoint_saved, "a step that the cadence saved would not be rated"),
+    ("_save_checkpoint", _checkpoint_hooks, "loggers would be told of checkpoints to come"),
+    ("_should_remove_checkpoint", _checkpoint_hooks, "a checkpoint would be deleted before its replacement is there"),
+    ("_monitor_candidates", _monitor_candidates, "checkpoints would have no names"),
+    ("_find_last_checkpoints", _find_last_checkpoints, 'ckpt_path="last" would look at names, on local disks'),
+    ("_ModelCheckpoint__resolve_ckpt_dir", _default_folder, 'ckpt_path="last" would not work without a dirpath'),
+    ("_generate_state_key", _state_key, "two AirCheckpoints would overwrite each other's state"),
 ]
 
 
@@ -476,11 +540,25 @@ def test_a_private_name_is_as_we_know_it(check: Callable[[], None], breaks: str)
 
 
 # Private names that are nobody's to move: `os._exit`, `NamedTuple._replace` and our own.
-NO_HOSTS = {"_air_checkpointed", "_air_compiled", "_announce", "_exit", "_leaves", "_replace"}
+NO_HOSTS = {
+    "_MEM_FORMAT_ENCODING",
+    "_StorageInfo",
+    "_SubParsersAction",
+    "_air_checkpointed",
+    "_air_compiled",
+    "_announce",
+    "_exit",
+    "_from_content",
+    "_get",
+    "_leaves",
+    "_rank_best",
+    "_replace",
+}
 
 
 def test_the_private_names_above_are_those_that_we_use() -> None:
-    theirs = {name for stock in STOCK for name in dir(stock())} | set(dir(LightningCLI)) | set(dir(ClusterEnvironment))
+    theirs = {name for stock in (*STOCK, ModelCheckpoint) for name in dir(stock())}
+    theirs |= set(dir(LightningCLI)) | set(dir(ClusterEnvironment))
     used = {override.name for override in OVERRIDES if override.host is not None or override.name in theirs}
     for path in PACKAGE.rglob("*.py"):
         tree = _tree(path)

@@ -1,4 +1,4 @@
-"""Trainer runs with `AirCheckpoint`, for its tests: every strategy, either CheckpointIO, a volume that is slow or fails.
+"""Trainer runs with `AirCheckpoint`, for its tests: every strategy, either CheckpointIO, a slow or failing volume.
 
 All of it is made for the processes of `run_ranks`, but a run of one rank works in the test's own process too.
 """

@@ -210,10 +210,10 @@ def end_in_a_hurry(strategy: str, directory: str, timeout: float, num_bytes_per_
     return end(
         strategy,
         "ours",
-        SlowSteps(),
+        SlowSteps(0.03),
         volume=Path(directory),
         behaviour=Behaviour(bytes_per_second=num_bytes_per_second),
-        every="5steps",
+        every="50steps",  # more than are taken until two ranks have agreed to stop
         exception_timeout=timeout,
         trainer_options={"max_steps": 2000},
     )
@@ -223,18 +223,18 @@ def end_in_a_hurry(strategy: str, directory: str, timeout: float, num_bytes_per_
 def test_a_short_deadline_is_for_the_save_that_is_under_way(
     strategy: str, num_ranks: int, timeout: float, tmp_path: Path
 ) -> None:
-    # About 70 kB, from step 5 on; two ranks stop about a second after the signal.
-    speed = 60_000 if num_ranks == 1 else 30_000
+    # About 60 kB, from step 50 on; two ranks stop about a second after the signal.
+    speed = 60_000 if num_ranks == 1 else 40_000
     results = run_ranks(
         end_in_a_hurry,
         num_ranks,
         args=(strategy, str(tmp_path), timeout, speed),
-        signals={(num_ranks - 1, "step:6"): signal.SIGTERM},
+        signals={(num_ranks - 1, "step:51"): signal.SIGTERM},
     )
     seen = values(results)
     for each in seen:
         assert each["raised"] == "SIGTERMException"
-        assert each["saved"] == each["left"] == [5]
+        assert each["saved"] == each["left"] == [50]
     (warning,) = seen[0]["warnings"]
     assert f"Step {seen[0]['step']} is not saved after SIGTERMException: a save takes " in warning
     assert f" of {timeout:g} s are left" in warning

@@ -9,7 +9,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import AsyncCheckpointIO
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_air import AirCheckpoint, AsyncUCCheckpointIO, verify_checkpoint
 from tests.checkpoint.runs import CuriousLogger, Saves, Scored, fit, make_trainer, published, steps
@@ -74,15 +74,14 @@ def refused(strategy: Any, plugins: list[Any], *callbacks: AirCheckpoint) -> str
     return str(raised.value)
 
 
-def refused_with_a_stock_sharded_strategy(name: str) -> str:
-    strategy = FSDPStrategy() if name == "FSDPStrategy" else ModelParallelStrategy(process_group_backend="gloo")
+def refused_with_a_stock_sharded_strategy() -> str:
+    strategy = ModelParallelStrategy(process_group_backend="gloo")
     return refused(strategy, [AsyncUCCheckpointIO()], AirCheckpoint("run"))
 
 
-@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy"])
-def test_stock_fsdp_is_refused_since_it_would_not_use_the_plugin(name: str) -> None:
-    (message,) = values(run_ranks(refused_with_a_stock_sharded_strategy, 1, args=(name,)))
-    assert f"{name} never calls a CheckpointIO" in message
+def test_stock_fsdp_is_refused_since_it_would_not_use_the_plugin() -> None:
+    (message,) = values(run_ranks(refused_with_a_stock_sharded_strategy, 1))
+    assert "ModelParallelStrategy never calls a CheckpointIO" in message
     assert "Use AirStrategy(sharding='fsdp')" in message
 
 
@@ -111,7 +110,7 @@ def test_a_place_that_cannot_be_written_is_an_error_on_every_rank(strategy: str,
     (tmp_path / "a-file").touch()
     for result in run_ranks(fit_where_nothing_can_be_written, 2, args=(strategy,), cwd=tmp_path):
         assert re.search(
-            r"OSError: .*checkpoints cannot be written to '.*/a-file/run': Not a directory", result.error or ""
+            r"OSError: .*checkpoints cannot be written to '.*/a-file/run': .*Not a directory", result.error or ""
         )
         assert "Check that the place exists, that this user may create and delete files there" in (result.error or "")
         assert result.seconds < 20
@@ -125,7 +124,7 @@ def fit_with_two(strategy: str, num_ranks: int) -> dict[str, Any]:
     rarely = AirCheckpoint("far", every="1h", monitor="score", save_top_k=1, keep_last=1)
     logger = CuriousLogger()
     trainer = make_trainer(
-        strategy, "ours", often, rarely, num_ranks=num_ranks, logger=logger, max_steps=24, limit_val_batches=1
+        strategy, "ours", often, rarely, num_ranks=num_ranks, logger=logger, max_steps=28, limit_val_batches=1
     )
     fit(trainer, Scored([3, 1, 2]))
     resumed = [AirCheckpoint("near", every="3steps"), AirCheckpoint("far", every="30min", monitor="score")]
@@ -145,14 +144,14 @@ def fit_with_two(strategy: str, num_ranks: int) -> dict[str, Any]:
 def test_two_in_one_trainer_do_not_meddle(strategy: str, num_ranks: int) -> None:
     seen = values(run_ranks(fit_with_two, num_ranks, args=(strategy, num_ranks)))
     for each in seen:
-        # The first attempt leaves 24 in both; the second resumes from it, and ends at 32.
-        assert each["near"] == [24, 30, 32]
-        assert each["far"] == [16, 24, 32]
-        assert each["best"] == ["epoch=2-step=24.ckpt", "epoch=1-step=16.ckpt", "epoch=1-step=16.ckpt"]
+        # The first attempt leaves 28 in both; the second resumes from the one saved later, and ends at 32.
+        assert each["near"] == [30, 32]
+        assert each["far"] == [16, 28, 32]
+        assert each["best"] == ["epoch=3-step=28.ckpt", "epoch=1-step=16.ckpt", "epoch=1-step=16.ckpt"]
         assert each["too early"] == []
-    # 12 of the one, and of the other 8, 16 and the end.
-    assert seen[0]["metrics"] == 12 + 3
-    assert len(seen[0]["told"]) == 12
+    # 14 of the one, and of the other 8, 16 and the end.
+    assert seen[0]["metrics"] == 14 + 3
+    assert len(seen[0]["told"]) == 14
 
 
 def fit_quickly(**options: Any) -> list[str]:

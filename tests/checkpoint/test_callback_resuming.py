@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 

@@ -20,15 +20,15 @@ import torch
 
 from lightning_air.checkpoint import AsyncUCCheckpointIO, latest_checkpoint
 from lightning_air.checkpoint.manifest import Manifest, digest_file
-from tests.checkpoint.samples import Calls, flip
-from tests.checkpoint.test_killing import assert_equal_to_the_bit, checkpoint_at, make_io, places_of, root_of
+from tests.checkpoint.samples import flip
+from tests.checkpoint.test_killing import assert_equal_to_the_bit, checkpoint_at, make_io, places_of
 from tests.kit.ranks import run_ranks, values
 
 FILES = ["__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp", "meta.pt", "manifest.json", ".metadata"]
 NEWEST = "step=2.ckpt"
 
 
-# ---- on the ranks --------------------------------------------------------------------------------------------------------
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
 def save_steps(folder: str, steps: list[int]) -> None:
@@ -61,7 +61,7 @@ def load_each(
     return outcomes
 
 
-# ---- given a checkpoint, and another one beside it -----------------------------------------------------------------------
+# ---- given a checkpoint, and another one beside it ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_a_pointer_that_was_cut_off_leads_to_the_newest_beside_it(saved: Path, t
     assert f"{folder}/last.ckpt is neither a checkpoint nor a whole pointer" in by_rank[0][0][2][0]
 
 
-# ---- nothing there, or for another model -----------------------------------------------------------------------------------
+# ---- nothing there, or for another model ----------------------------------------------------------------------------
 
 
 def test_what_is_not_there_is_a_file_not_found_error_on_all_ranks(saved: Path, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_model_that_does_not_fit_is_a_value_error_on_all_ranks(
         assert "DamagedCheckpointError" not in (result.error or "")
 
 
-# ---- verify --------------------------------------------------------------------------------------------------------------
+# ---- verify ---------------------------------------------------------------------------------------------------------
 
 
 def test_verify_size_sees_sizes_and_off_sees_nothing(saved: Path, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def load_whatever(paths: list[str], verify: Any) -> list[tuple[int, None, list[s
         return [(io.load_checkpoint(path)["global_step"], None, []) for path in paths]
 
 
-# ---- what was planted -----------------------------------------------------------------------------------------------------
+# ---- what was planted -----------------------------------------------------------------------------------------------
 
 
 class Evil:

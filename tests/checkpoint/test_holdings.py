@@ -147,13 +147,12 @@ def test_an_unsafe_class_is_refused_by_name_unless_the_user_allows_it(tmp_path: 
 
 
 def save_tied(path: str, kind: str) -> int:
-    weight = counted(512, 512)
+    weight: Tensor = counted(512, 512)
+    small: Tensor = counted(1, 4)
     if kind == "fsdp":  # one row only: rank 1 has an empty shard, whose address says nothing
         mesh = init_device_mesh("cpu", (2,))
         weight = distribute_tensor(weight, mesh, [Shard(0)])
-        small = distribute_tensor(counted(1, 4), mesh, [Shard(0)])
-    else:
-        small = counted(1, 4)
+        small = distribute_tensor(small, mesh, [Shard(0)])
     state = {"embedding": weight, "head": weight, "a": small, "b": small, "alone": counted(8)}
     return save(state, path, kind).num_bytes
 
@@ -250,6 +249,22 @@ def test_replicas_share_the_writing_of_a_shard(tmp_path: Path) -> None:
     assert Manifest.from_json((path / "manifest.json").read_bytes()).sharding == "hsdp"
 
 
+def save_buffers_that_differ(path: str) -> None:
+    """What BatchNorm does: each rank has its own statistics, and the weights are sharded."""
+    rank = dist.get_rank()
+    weight = distribute_tensor(counted(40, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
+    buffers = {f"{name}.{layer}": torch.full((8000,), float(rank)) for layer in range(4) for name in ("mean", "var")}
+    save({"weight": weight, **buffers}, path, "fsdp")
+
+
+def test_buffers_beside_shards_are_all_of_one_rank(tmp_path: Path) -> None:
+    values(run_ranks(save_buffers_that_differ, 2, args=(str(tmp_path / "buffers"),), init_process_group="gloo"))
+    found = load(tmp_path / "buffers")["state_dict"]
+    assert torch.equal(found.pop("weight"), counted(40, 8))
+    assert len(found) == 8
+    assert all(torch.equal(value, torch.zeros(8000)) for value in found.values())
+
+
 def save_one_giant(path: str) -> int:
     state = {"giant": counted(4099, 1021), **{f"small.{index}": counted(3) for index in range(50)}}
     return save(state, path, "ddp").num_bytes
@@ -287,12 +302,13 @@ def save_different(kind: str, path: str) -> str:
     if kind == "tied":  # on rank 2 both names are the same memory
         state["b"] = state["a"] if rank == 2 else counted(64, 64)
     elif rank == 2:
-        state |= {
+        others: dict[str, dict[str, Any]] = {
             "shape": {"a": counted(64, 65)},
             "dtype": {"a": counted(64, 64).half()},
             "name": {"c": counted(1)},
             "object": {"a": {"now": "a dict"}},
-        }[kind]
+        }
+        state |= others[kind]
     io = AsyncUCCheckpointIO()
     io.connect("ddp")
     try:

@@ -29,7 +29,6 @@ from lightning_air.checkpoint import (
 )
 from lightning_air.checkpoint.places import open_store
 from lightning_air.checkpoint.shelf import Shelf
-from lightning_air.checkpoint.store import Store
 from lightning_air.checkpoint.transfer import upload
 from tests.checkpoint.test_killing import (
     VOLUME,
@@ -41,7 +40,8 @@ from tests.checkpoint.test_killing import (
     newest_step,
     reports_of,
 )
-from tests.kit.files_api_server import TOKEN, Fault as ApiFault, files_api
+from tests.kit.files_api_server import TOKEN, files_api
+from tests.kit.files_api_server import Fault as ApiFault
 from tests.kit.fuse_volume import FuseBehaviour, fuse_volume
 from tests.kit.hostile import Behaviour, Fault, HostileStore, volume_rules
 from tests.kit.ranks import run_ranks, values
@@ -49,7 +49,7 @@ from tests.kit.ranks import run_ranks, values
 ALWAYS = 10**6
 
 
-# ---- on the ranks --------------------------------------------------------------------------------------------------------
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
 def patiently_but_shortly() -> None:
@@ -99,7 +99,7 @@ def three_days(
     return values(run_ranks(save_twice, 2, args=args, init_process_group="gloo"))
 
 
-# ---- what passes -----------------------------------------------------------------------------------------------------------
+# ---- what passes ----------------------------------------------------------------------------------------------------
 
 RECOVERS: dict[str, tuple[Behaviour, int | None]] = {
     "a listing that lags": (Behaviour(listing_lag_seconds=3600), None),
@@ -124,11 +124,11 @@ def test_what_passes_costs_no_checkpoint(day: str, tmp_path: Path) -> None:
     assert reports.keys() == {1, 2, 3}
     assert all(report.valid for report in reports.values()), reports
     assert newest_step("remote", tmp_path) == 3
-    if behaviour.faults and "distcp" in day or day.startswith("EIO"):
-        assert by_rank[rank or 0][1] > 0  # it did happen
+    if any(fault.what != "lost" for fault in behaviour.faults) and rank == 1:
+        assert by_rank[1][1] > 0  # it did happen
 
 
-# ---- what does not ------------------------------------------------------------------------------------------------------
+# ---- what does not --------------------------------------------------------------------------------------------------
 
 FAILS: list[tuple[int, str, str]] = [
     (0, "step=2.ckpt/__0_0.distcp", "__0_0.distcp"),
@@ -171,7 +171,7 @@ def test_a_full_store_at_the_nth_file_of_either_rank(nth: int, tmp_path: Path) -
     assert newest_step("remote", tmp_path) == 3
 
 
-# ---- slow ------------------------------------------------------------------------------------------------------------------
+# ---- slow -----------------------------------------------------------------------------------------------------------
 
 
 def save_slowly(folder: str, bytes_per_second: float, timeout: float) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def test_a_store_too_slow_for_the_timeout_fails_in_time_by_name(tmp_path: Path) 
     assert reports_of("remote", tmp_path) == {}
 
 
-# ---- a volume as the kernel shows it -----------------------------------------------------------------------------------------
+# ---- a volume as the kernel shows it --------------------------------------------------------------------------------
 
 
 def volumes_at(root: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_mount_without_append_seek_rename_and_links(
         assert verify_checkpoint(f"/Volumes/main/default/ckpt/run/{folder}").valid
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------------------------------------------
 
 
 class Unreadable(HostileStore):
@@ -331,7 +331,7 @@ def test_a_read_error_that_stays_is_passed_over_by_name(file: str, two_steps: Pa
     assert "Loading /Volumes/main/default/hostile/step=1.ckpt instead." in warning
 
 
-# ---- the Files API -------------------------------------------------------------------------------------------------------------
+# ---- the Files API --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -347,9 +347,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     return partial(monkeypatch.setenv, "DATABRICKS_HOST")
 
 
-def test_the_files_api_with_the_real_sdk_from_end_to_end(
-    workspace: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_api_with_the_real_sdk_from_end_to_end(workspace: Callable[[str], None]) -> None:
     run = "dbfs:/Volumes/main/default/ckpt/run"
     faults = [
         ApiFault(r"^PUT .*/files/.*__0_0\.distcp", status=429, headers={"Retry-After": "1"}),
@@ -357,7 +355,6 @@ def test_the_files_api_with_the_real_sdk_from_end_to_end(
         ApiFault(r"^PUT .*/files/.*metadata", status=429, headers={"Retry-After": "1"}),
         ApiFault(r"^GET .*__0_1\.distcp", status=503),
     ]
-    monkeypatch.setattr("lightning_air.checkpoint.io.WriteOptions", writing.WriteOptions)
     with files_api(*faults) as volume:
         workspace(volume.url)
         io = make_io(open_store)

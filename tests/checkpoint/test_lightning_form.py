@@ -245,8 +245,8 @@ def trainer_with(sharding: str, callback: Callback, max_epochs: int) -> Trainer:
     )
 
 
-def batches(trainer: Trainer) -> list[Any]:
-    return [loader(trainer.world_size, trainer.global_rank)] * 2
+def batches(trainer: Trainer) -> Any:
+    return loader(trainer.world_size, trainer.global_rank)
 
 
 def save_averages(sharding: str, path: str) -> dict[str, Tensor]:
@@ -261,7 +261,7 @@ def save_averages(sharding: str, path: str) -> dict[str, Tensor]:
     trainer = trainer_with(sharding, average, 1)
     trainer.callbacks.append(Save())
     torch.manual_seed(1)
-    trainer.fit(Regression(), *batches(trainer))
+    trainer.fit(Regression(), batches(trainer), batches(trainer))
     return saved
 
 
@@ -269,7 +269,7 @@ def resume_averages(sharding: str, path: str) -> dict[str, Tensor]:
     average = Average()
     trainer = trainer_with(sharding, average, 2)
     torch.manual_seed(2)
-    trainer.fit(Regression(), *batches(trainer), ckpt_path=path)
+    trainer.fit(Regression(), batches(trainer), batches(trainer), ckpt_path=path)
     return average.at_start
 
 
@@ -287,7 +287,7 @@ def save_collection(sharding: str, path: str) -> Any:
     collection = Collection()
     trainer = trainer_with(sharding, collection, 1)
     torch.manual_seed(1)
-    trainer.fit(Regression(), *batches(trainer))
+    trainer.fit(Regression(), batches(trainer), batches(trainer))
     shards = whole(collection.state["shards"][0]["of"])
     trainer.save_checkpoint(path)
     trainer.strategy.checkpoint_io.teardown()
@@ -299,7 +299,7 @@ def load_collection(sharding: str, path: str) -> Any:
     trainer = trainer_with(sharding, collection, 2)
     found: dict[str, Any] = {}
     trainer.callbacks.append(OnSetup(lambda: found.update(collection.state)))
-    trainer.fit(Regression(), *batches(trainer), ckpt_path=path)
+    trainer.fit(Regression(), batches(trainer), batches(trainer), ckpt_path=path)
     found["shards"] = whole(found["shards"][0]["of"])
     return found
 

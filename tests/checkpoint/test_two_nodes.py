@@ -28,10 +28,9 @@ SHARDINGS = ["ddp", "fsdp", "hsdp"]
 VOLUME = "/Volumes/main/default/ckpt"
 
 
-def fit_on_node(
-    sharding: str, max_epochs: int, save: str | None, resume: str | None, volumes: str, staging: str
-) -> Outcome:
+def fit_on_node(sharding: str, max_epochs: int, save: str | None, resume: str | None, *folders: str) -> Outcome:
     """Train as one of a node's ranks, and note which files this rank has downloaded."""
+    volumes, staging = folders
     volumes_at(Path(volumes))
     node_rank = os.environ["NODE_RANK"]
     downloads: Counter[str] = Counter()
@@ -42,7 +41,7 @@ def fit_on_node(
         downloads[name] += 1
         get(store, name, target)
 
-    MountedVolumeStore.get = counting  # type: ignore[method-assign]
+    MountedVolumeStore.get = counting  # type: ignore[method-assign, assignment]
     io = AsyncUCCheckpointIO(staging_dir=Path(staging, f"node-{node_rank}"))
     outcome = fit(sharding, max_epochs, save=save, resume=resume, plugins=[io])
     outcome.extra |= {"node_rank": node_rank, "downloads": downloads}

@@ -1,4 +1,4 @@
-"""`AirCheckpoint` and `AsyncUCCheckpointIO` from YAML: a run trains, keeps and resumes, and every option has a help text."""
+"""`AirCheckpoint` and `AsyncUCCheckpointIO` from YAML: a run trains, keeps, resumes; every option has a help text."""
 
 import contextlib
 import inspect
@@ -23,7 +23,7 @@ model:
   class_path: tests.cli.test_checkpointing.WithData
 trainer:
   accelerator: cpu
-  max_steps: 8
+  max_steps: 7
   logger: false
   enable_progress_bar: false
   enable_model_summary: false
@@ -57,12 +57,12 @@ def fit_by_cli(*arguments: str) -> int | str | None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_yaml_trains_keeps_and_resumes(num_ranks: int, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(YAML)
-    for arguments, left in (((), [6, 8]), (("--ckpt_path=last", "--trainer.max_steps=10"), [8, 9, 10])):
+    for arguments, left in (((), [6, 7]), (("--ckpt_path=last", "--trainer.max_steps=8"), [7, 8])):
         # The first, "last" or not, warns of nothing; a plain DataLoader does not resume within an epoch.
         results = run_ranks(fit_by_cli, num_ranks, args=arguments, cwd=tmp_path, warnings_as_errors=False)
         assert values(results) == [0] * num_ranks
         assert steps(tmp_path / "run") == left
-    assert (tmp_path / "run/last.ckpt").resolve().name == "epoch=1-step=10.ckpt"
+    assert (tmp_path / "run/last.ckpt").resolve().name.endswith("-step=8.ckpt")
 
 
 @pytest.mark.parametrize(
