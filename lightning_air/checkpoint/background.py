@@ -7,7 +7,8 @@ checkpoint.
 
 import time
 import traceback
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,12 +17,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_air.checkpoint.holdings import OwnShare
 from lightning_air.checkpoint.lightning_form import KeyPath
-from lightning_air.checkpoint.publishing import Details, build_metadata, describe, publish
+from lightning_air.checkpoint.publishing import Described, Details, build_metadata, describe, publish
 from lightning_air.checkpoint.ranks import Ranks
-from lightning_air.checkpoint.shard_file import Item
+from lightning_air.checkpoint.shard_file import Item, WrittenFile
 from lightning_air.checkpoint.shelf import Shelf
 from lightning_air.checkpoint.staging import StagedCopy
-from lightning_air.checkpoint.writing import WriteOptions, WrittenShare, write_share
+from lightning_air.checkpoint.store import METADATA_NAME, Store
+from lightning_air.checkpoint.writing import WriteOptions, WrittenShare, discard, write_share
 
 T = TypeVar("T")
 
@@ -102,27 +104,38 @@ def _save(job: SaveJob, ranks: Ranks, shelf: Shelf, options: WriteOptions, outco
             outcome.error = error
             return _failure(error, ranks)
 
-    folder = ranks.broadcast(attempt(lambda: shelf.fresh_folder(job.path)) if is_first else "")
+    token = uuid.uuid4().hex[:8]
+    folder, token = ranks.broadcast((attempt(lambda: shelf.fresh_folder(job.path)) if is_first else "", token))
     if isinstance(folder, Failure):
         return folder
-    store = shelf.open_store(folder)
-    prefix = f"__{ranks.global_rank}_"
-    written = attempt(lambda: write_share(store, _items(job), prefix, options))
-    if isinstance(written, WrittenShare):
-        outcome.written = written
-    told = (written if isinstance(written, Failure) else written.files, describe(job.share))
-    gathered = ranks.gather(told)
+
+    def write() -> tuple[WrittenShare, Described]:
+        store = shelf.open_store(folder)
+        # A local file is never opened twice. Elsewhere an attempt that is still alive could overwrite the same name.
+        prefix = f"__{ranks.global_rank}_" if store.is_local else f"__{ranks.global_rank}_{token}_"
+        return write_share(store, _items(job), prefix, options), describe(job.share)
+
+    written = attempt(write)
+    if not isinstance(written, Failure):
+        outcome.written = written[0]
+    gathered = ranks.gather(written if isinstance(written, Failure) else (written[0].files, written[1]))
     verdict: Any = None
     if gathered is not None:
-        files = [file for mine, _ in gathered if not isinstance(mine, Failure) for file in mine]
-        failures = [mine for mine, _ in gathered if isinstance(mine, Failure)]
-        if not failures:
+        failures = [mine for mine in gathered if isinstance(mine, Failure)]
+        done = [mine for mine in gathered if not isinstance(mine, Failure)]
+        files = [file for of_rank, _ in done for file in of_rank]
+        if failures:
+            verdict = failures[0]
+            with suppress(OSError):  # what is left is invisible, and swept at a later start
+                _delete(shelf.open_store(folder), files)
+        else:
             remaining = options.deadline_seconds - (time.monotonic() - started)
+            # If this fails all files stay: `.metadata` may be on its way, and arrive yet.
             verdict = attempt(
                 lambda: (
                     publish(
-                        store,
-                        build_metadata([described for _, described in gathered], files, job.paths),
+                        shelf.open_store(folder),
+                        build_metadata([described for _, described in done], files, job.paths),
                         files,
                         job.details,
                         meta=job.meta,
@@ -130,10 +143,6 @@ def _save(job: SaveJob, ranks: Ranks, shelf: Shelf, options: WriteOptions, outco
                     ).num_bytes
                 )
             )
-        verdict = failures[0] if failures else verdict
-        if isinstance(verdict, Failure):
-            with suppress(OSError):  # what is left is invisible, and swept at the next start
-                shelf.remove_one(folder)
     verdict = ranks.broadcast(verdict)
     if isinstance(verdict, Failure):
         return verdict
@@ -142,6 +151,13 @@ def _save(job: SaveJob, ranks: Ranks, shelf: Shelf, options: WriteOptions, outco
         with suppress(OSError):  # the new one is published; an old one that cannot be deleted harms nobody
             shelf.remove_older(job.path, folder)
     return None
+
+
+def _delete(store: Store, files: Sequence[WrittenFile]) -> None:
+    """Give the space of a failed save back; its own files only, since another attempt may use the folder."""
+    discard(store, [file.name for file in files])
+    if store.is_local:
+        store.path(METADATA_NAME).parent.rmdir()  # if it is empty
 
 
 def _items(job: SaveJob) -> list[Item]:

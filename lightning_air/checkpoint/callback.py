@@ -29,7 +29,7 @@ from lightning_air.checkpoint import telemetry
 from lightning_air.checkpoint.cadence import FAILURES_PER_GPU_DAY, Schedule, auto_interval, parse_every
 from lightning_air.checkpoint.io import AsyncUCCheckpointIO
 from lightning_air.checkpoint.keeping import Keeping, Known
-from lightning_air.checkpoint.last_path import unwrapped, wrapped
+from lightning_air.checkpoint.last_path import wrapped
 from lightning_air.checkpoint.latest import latest_checkpoint
 from lightning_air.checkpoint.lightning_form import META_KEY
 from lightning_air.checkpoint.places import check_writable, join, open_store, parse_place
@@ -132,7 +132,6 @@ class AirCheckpoint(ModelCheckpoint):
         self._clock = time.monotonic
         self._schedule = Schedule(self._every)
         self._timing: SharedSchedule | None = None  # while training
-        self._asked_step = 0
         self._is_scoring = self._is_fitting = False
         self._interval_reason = ""
         self._found_last: str | None = None
@@ -159,7 +158,6 @@ class AirCheckpoint(ModelCheckpoint):
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
         self.dirpath = folder = parse_place(str(self.dirpath)).root
-        self._timing = None
         self._is_fitting = stage == "fit"
         check_parts(trainer, folder, has_pointer=bool(self._pointer))
         self._refuse_shared_folder(trainer)
@@ -168,6 +166,8 @@ class AirCheckpoint(ModelCheckpoint):
             return
         self._keeping.start(self._look(trainer, folder))
         io = self._io(trainer)
+        if io is not None:
+            io.begin()
         if io is not None and (orphans := self._keeping.orphans(ORPHAN_AGE_SECONDS)) and trainer.is_global_zero:
             rank_zero_info(f"{len(orphans)} unfinished checkpoint(s) of killed saves in {folder} are deleted.")
             io.sweep(orphans)
@@ -184,7 +184,10 @@ class AirCheckpoint(ModelCheckpoint):
         """Ranks look for "last" before they can talk to each other; a folder that only some of them see hangs them."""
         mine, self._found_last = self._found_last, None
         first = trainer.strategy.broadcast(mine)
-        if trainer.strategy.reduce_boolean_decision(mine != first, all=False):
+        # Where all load together rank 0's path counts, and a listing may lag behind; but all have to load.
+        loads_together = self._io(trainer) is not None and hasattr(trainer.strategy, "sharding")
+        differs = (mine is None) != (first is None) if loads_together else mine != first
+        if trainer.strategy.reduce_boolean_decision(differs, all=False):
             other = "others another" if mine == first else f"rank {trainer.global_rank} {mine or 'none'}"
             raise RuntimeError(
                 f"The ranks found different checkpoints to resume from in {self.dirpath}: rank 0 {first or 'none'}, "
@@ -195,28 +198,32 @@ class AirCheckpoint(ModelCheckpoint):
         """Return what lies in the folder, if it can be written to. Collective: every rank calls this."""
         found: list[Known] = []
         error: Exception | None = None
-        if trainer.is_global_zero:
-            try:
-                check_writable(open_store(folder))
-                found = self._keeping.look(folder)
-            except Exception as raised:  # noqa: BLE001 - raised below, on every rank
-                error = raised
+        try:
+            store = open_store(folder)  # on every rank: a node may lack the mount, or the package for the Files API
+            if trainer.is_global_zero:
+                check_writable(store)
+                found = self._keeping.look(folder, only_ours=self._io(trainer) is not None)
+        except Exception as raised:  # noqa: BLE001 - raised below, on every rank
+            error = raised
         told, found = trainer.strategy.broadcast((None if error is None else str(error), found))
-        if told is not None:
-            raise OSError(told) from error
+        if trainer.strategy.reduce_boolean_decision(error is not None, all=False):
+            raise OSError(told or f"another rank cannot use {folder}" if error is None else str(error)) from error
         return found
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         # There is nothing to save before the first step.
-        self._last_global_step_saved = self._asked_step = trainer.global_step
+        self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = ""
         self._news = []
         io = self._io(trainer)
-        path = None if trainer.ckpt_path is None else unwrapped(str(trainer.ckpt_path))
-        if path is not None:
-            path = io.loaded_from if io is not None else Shelf().resolve(path)
+        path = None
+        if trainer.ckpt_path is not None:
+            path = io.loaded_from if io is not None else Shelf().resolve(str(trainer.ckpt_path))
+            first = trainer.strategy.broadcast(path)
+            if trainer.strategy.reduce_boolean_decision(path != first, all=False):  # each may have passed over its own
+                raise RuntimeError(f"Rank {trainer.global_rank} has resumed from {path}, and rank 0 from {first}.")
         damaged = self._damaged | (io.passed_over if io is not None else set())
         self._keeping.resume(path, damaged=damaged, scores=self.best_k_models)
         self._rank_best()
@@ -230,9 +237,6 @@ class AirCheckpoint(ModelCheckpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._collect(trainer)
-        if trainer.global_step == self._asked_step:
-            return  # gradients are being accumulated, and no checkpoint holds them
-        self._asked_step = trainer.global_step
         if not self._should_skip_saving_checkpoint(trainer) and self._is_due(trainer):
             self._save_now(trainer)
 
@@ -287,7 +291,7 @@ class AirCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save once more if all ranks are here, and there is time."""
         timing, self._timing = self._timing, None
-        if timing is None or self._should_skip_saving_checkpoint(trainer):
+        if timing is None:
             return
         if trainer.world_size > 1 and getattr(trainer.strategy, "stop", None) is None:
             if isinstance(exception, SIGTERMException):
@@ -306,6 +310,8 @@ class AirCheckpoint(ModelCheckpoint):
         if io is not None:
             io.settle(self._exception_timeout, quietly=True)
             self._agree(trainer, None)
+        if self._should_skip_saving_checkpoint(trainer):
+            return
         left = deadline - self._clock()
         if not trainer.strategy.broadcast(left > self._commit_lag_seconds):
             rank_zero_warn(
@@ -437,7 +443,7 @@ class AirCheckpoint(ModelCheckpoint):
             if io is None:
                 trainer.strategy.remove_checkpoint(old)
             elif trainer.is_global_zero:
-                io.remove_checkpoint(old)
+                io.discard([old])
 
     def _as_published(self, newest: str) -> "AirCheckpoint":
         """Return what loggers may see: a copy that knows of nothing that is on its way."""
@@ -534,10 +540,10 @@ class AirCheckpoint(ModelCheckpoint):
             checkpoint[META_KEY] = {
                 "parameter_names": [
                     [
-                        [names.get(id(param), f"unnamed.{at}") for at, param in enumerate(group["params"])]
-                        for group in each
+                        [names.get(id(param), f"unnamed.{number}.{at}") for at, param in enumerate(group["params"])]
+                        for number, group in enumerate(optimizer.param_groups)
                     ]
-                    for each in (optimizer.param_groups for optimizer in trainer.optimizers)
+                    for optimizer in trainer.optimizers
                 ]
             }
 

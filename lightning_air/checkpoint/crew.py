@@ -40,8 +40,13 @@ def do_all(
     try:
         for index in range(min(max_workers, len(work))):
             name = f"lightning-air-{verb}-{index}"
-            threads.append(threading.Thread(target=crew.serve, name=name, daemon=True))
-            threads[-1].start()
+            thread = threading.Thread(target=crew.serve, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending, and from Python 3.12 on starts no thread any more
+                crew.serve()
+                break
+            threads.append(thread)
         for thread in threads:
             thread.join(max(0.0, patience.remaining_seconds + GRACE_SECONDS))
         hanging = [crew.in_flight.get(thread.name) for thread in threads if thread.is_alive()]

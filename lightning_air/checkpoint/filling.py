@@ -124,9 +124,11 @@ def read_plan(
 
 def _read_item(item: ReadItem, view: memoryview, planner: LoadPlanner, where: str, weights_only: bool | None) -> None:
     if item.type == LoadItemType.BYTE_IO:
-        data = bytes(view)
-        load_object(data, source=where, weights_only=weights_only)  # the planner unpickles without restriction
-        planner.load_bytes(item, io.BytesIO(data))
+        value = load_object(bytes(view), source=where, weights_only=weights_only)
+        safe = io.BytesIO()
+        torch.save(value, safe)  # the planner unpickles without restriction; so it gets what we have written
+        safe.seek(0)
+        planner.load_bytes(item, safe)
         return
     saved = _saved_tensor(view, where)
     box = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True))

@@ -7,7 +7,8 @@ Lightning calls a CheckpointIO on rank 0 only, and rank 0 does all of it.
 import atexit
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from lightning_air.checkpoint.loading import Loader, LoadOptions, Verify
 from lightning_air.checkpoint.places import parse_place
 from lightning_air.checkpoint.publishing import Details
 from lightning_air.checkpoint.ranks import Alone, Ranks, Together, ranks_sharing
-from lightning_air.checkpoint.saver import Saver, SaveReport
+from lightning_air.checkpoint.saver import CheckpointFailedError, Saver, SaveReport
 from lightning_air.checkpoint.shelf import Shelf
 from lightning_air.checkpoint.writing import WriteOptions
 from lightning_air.runtime import staging_area
@@ -49,7 +50,8 @@ class AsyncUCCheckpointIO(CheckpointIO):
         upload_timeout: How long one save or load may spend on moving files, retries included, in seconds.
         drain_timeout: How long the end of a run waits for the last save, in seconds.
         overlap_copy: Let the copy of trained parameters and optimizer state overlap with the next forward and backward;
-            it is waited for before any optimizer's step. Only for a run in which nothing but optimizers changes them.
+            it is waited for before any optimizer's step. Only for a run in which nothing but optimizers changes them:
+            no weight averaging, no clipping of weights by hand.
 
     Attributes:
         loaded_from: The checkpoint last loaded, behind pointers and after damaged ones.
@@ -94,6 +96,9 @@ class AsyncUCCheckpointIO(CheckpointIO):
         self._saver: Saver | None = None
         self._reports: list[SaveReport] = []
         self._step_hook: Any = None
+        self._is_over = False  # the run has ended, and no other has begun
+        self._is_abandoned = False  # a save was given up, and its thread may still sit in our group
+        self._outer_exception: BaseException | None = None  # the user's own, around the whole run
         self.loaded_from: str | None = None
         self.passed_over: set[str] = set()
 
@@ -104,11 +109,18 @@ class AsyncUCCheckpointIO(CheckpointIO):
             sharding: How the state is spread, for the manifest.
         """
         self._sharding = sharding
-        if isinstance(self._ranks, Together) and self._ranks.is_current:
+        self.begin()
+        if isinstance(self._ranks, Together) and self._ranks.is_current and not self._is_abandoned:
             return
+        self._is_abandoned = False
         # One rank may still upload while another waits for it.
         self._ranks = Together(2 * self._upload_timeout + 300)
         self._sharing = ranks_sharing(self._staging_dir, self._ranks)
+
+    def begin(self) -> None:
+        """Begin a run: saves are asynchronous from here to `teardown`, and synchronous after it. Any rank by itself."""
+        self._is_over = False
+        self._outer_exception = sys.exception()
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -128,13 +140,6 @@ class AsyncUCCheckpointIO(CheckpointIO):
             CheckpointFailedError: If the save before this one failed.
             ValueError: If the path is wrong.
         """
-        self._begin(checkpoint, path, storage_options, wait=False)
-
-    def save_and_wait(self, checkpoint: dict[str, Any], path: PathLike) -> None:
-        """Save, and return once the checkpoint is published. Called as `save_checkpoint` is."""
-        self._begin(checkpoint, path, None, wait=True)
-
-    def _begin(self, checkpoint: Mapping[str, Any], path: PathLike, storage_options: Any | None, *, wait: bool) -> None:
         if storage_options is not None:
             raise TypeError(f"AsyncUCCheckpointIO takes no storage_options, got {storage_options!r}. Pass None.")
         root = parse_place(path).root
@@ -144,7 +149,19 @@ class AsyncUCCheckpointIO(CheckpointIO):
             world_size=self._ranks.world_size,
             sharding=self._sharding,
         )
-        self._saver_now().save(checkpoint, root, details, overlap=self._overlap_copy, wait=wait)
+        # After the end of a run nobody may come to finish what was begun.
+        overlap = self._overlap_copy and not self._is_over
+        self._saver_now().save(checkpoint, root, details, overlap=overlap, wait=self._is_over)
+
+    def save_and_wait(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+        """Save, and return once the checkpoint is published. Called as `save_checkpoint` is.
+
+        Raises:
+            CheckpointFailedError: If it failed, or did not end within `drain_timeout`.
+        """
+        self.save_checkpoint(checkpoint, path)
+        if not self.settle():
+            raise CheckpointFailedError(f"Checkpoint {path} was not published within {self._drain_timeout:g} s.")
 
     def _saver_now(self) -> Saver:
         if self._saver is None:
@@ -164,7 +181,7 @@ class AsyncUCCheckpointIO(CheckpointIO):
             atexit.register(self._drain_at_exit)
             if self._overlap_copy:
                 saver = self._saver
-                self._step_hook = register_optimizer_step_pre_hook(lambda *_: saver.finish_copy())
+                self._step_hook = register_optimizer_step_pre_hook(partial(_before_step, saver))
         return self._saver
 
     @override
@@ -180,6 +197,10 @@ class AsyncUCCheckpointIO(CheckpointIO):
             link: Make a symbolic link where the file system has them; otherwise, and elsewhere, a small file.
         """
         self._saver_now().point(parse_place(pointer).root, link=link)
+
+    def discard(self, paths: Sequence[str]) -> None:
+        """Delete exactly these checkpoints, once the saves begun before are published; never the one resumed from."""
+        self._saver_now().discard([parse_place(path).root for path in paths])
 
     def sweep(self, folders: Sequence[str]) -> None:
         """Delete folders that killed saves have left, in the background."""
@@ -250,6 +271,9 @@ class AsyncUCCheckpointIO(CheckpointIO):
         """
         del map_location
         path = unwrapped(os.fspath(path))
+        self.begin()
+        if not self.settle():  # it may be what is to be loaded; and the ranks meet in one place only
+            raise CheckpointFailedError(f"{path} cannot be loaded: the save before it has not ended.")
         loader = Loader(
             self._ranks,
             self._shelf,
@@ -276,7 +300,9 @@ class AsyncUCCheckpointIO(CheckpointIO):
         Raises:
             CheckpointFailedError: If it failed; while another exception is on its way, it is warned of instead.
         """
-        self._drain(quietly=sys.exception() is not None)
+        exception = sys.exception()
+        self._drain(quietly=exception is not None and exception is not self._outer_exception)
+        self._is_over = True
 
     def _drain(self, *, quietly: bool) -> None:
         saver, self._saver = self._saver, None
@@ -289,10 +315,32 @@ class AsyncUCCheckpointIO(CheckpointIO):
         try:
             saver.close(self._drain_timeout, quietly=quietly)
         finally:
+            self._is_abandoned = saver.is_at_work
             self._reports += saver.take_reports()
 
     def _drain_at_exit(self) -> None:
         self._drain(quietly=True)
+
+
+def _before_step(
+    saver: Saver, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Have a copy finished before the optimizer changes anything: after the closure's backward, if it has a closure.
+
+    Lightning hands forward and backward to the optimizer as its closure.
+    """
+    del optimizer
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+    if closure is None:
+        saver.finish_copy()
+        return None
+
+    def closed() -> Any:
+        loss = closure()
+        saver.finish_copy()
+        return loss
+
+    return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -49,8 +49,13 @@ class Keeping:
         self.begun: set[str] = set()
 
     @staticmethod
-    def look(folder: str) -> list[Known]:
+    def look(folder: str, *, only_ours: bool) -> list[Known]:
         """Return what lies in a folder.
+
+        Args:
+            folder: Where checkpoints go.
+            only_ours: Leave out published checkpoints of other programs, which then neither count nor go: a model to
+                start from, or what an earlier job has left.
 
         Raises:
             OSError: If it cannot be listed.
@@ -58,6 +63,7 @@ class Keeping:
         return [
             Known(found.path, found.step or 0, found.created_seconds, found.has_metadata or found.is_file)
             for found in list_checkpoints(folder)
+            if not only_ours or found.manifest is not None or not (found.has_metadata or found.is_file)
         ]
 
     def start(self, found: Sequence[Known]) -> None:

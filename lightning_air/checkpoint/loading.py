@@ -5,6 +5,7 @@ was wrong and how. What must not be passed over is raised: a file that names cod
 version, a model that does not fit.
 """
 
+import errno
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -158,7 +159,7 @@ class Loader:
     def _load(self, path: str, state: State | None, like: Like | None, *, weights_only: bool | None) -> State:
         """Return the checkpoint. Collective; raises on every rank if it raises on one."""
         contents = self._told_by_first(lambda: read_small_files(path, self._shelf.open_store(path)))
-        session = session_for(path, self._shelf.open_store, contents, state, like)
+        session: Session = self._together(lambda: session_for(path, self._shelf.open_store, contents, state, like))
         cache = None
         if not session.store.is_local:
             cache = self._options.cache_dir / f"lightning-air-load-{self._ranks.broadcast(uuid.uuid4().hex)}"
@@ -242,10 +243,12 @@ def _is_part(file: str) -> bool:
 def _told(error: Exception) -> tuple[str, str]:
     """Return what the other ranks are to know of an error: its kind and its message."""
     kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
-        ("damaged", (DamagedCheckpointError, OSError)),
+        ("damaged", (DamagedCheckpointError, FileNotFoundError)),
         ("unsafe", (UnsafeCheckpointError,)),
         ("bad", (BadCheckpointError,)),
         ("value", (ValueError,)),
     )
+    if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):  # of the file, not of this machine
+        return "damaged", f"{error}"
     kind = next((kind for kind, types in kinds if isinstance(error, types)), "other")
     return kind, f"{error}" if kind != "other" else f"{type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 A reader that finds `.metadata` finds a whole checkpoint; whatever is killed before leaves none.
 """
 
+import errno
 import io
 import pickle
 import time
@@ -109,6 +110,8 @@ def publish(
         OSError: Naming the file; then nothing is published.
     """
     started = time.monotonic()
+    if store.num_bytes(METADATA_NAME) is not None:
+        raise FileExistsError(errno.EEXIST, f"another save has published a checkpoint in {store.root}", METADATA_NAME)
     metadata.version = CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta(checkpoint_id=store.root, modules=[WRITTEN_BY])
     content = pickle.dumps(metadata, protocol=4)

@@ -97,13 +97,19 @@ def ranks_sharing(folder: Path, ranks: Ranks) -> list[int]:
     """
     if ranks.world_size == 1:
         return [ranks.global_rank]
-    folder.mkdir(parents=True, exist_ok=True)
     mine = folder / f"rank-{ranks.global_rank}-{uuid.uuid4().hex}"
-    mine.touch()
+    error: OSError | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+    except OSError as raised:  # raised once nobody waits for this rank
+        error = raised
     try:
         names = ranks.all_gather(mine.name)
         seen = [rank for rank, name in enumerate(names) if (folder / name).exists()]
         ranks.all_gather(None)  # nobody deletes before all have looked
     finally:
         mine.unlink(missing_ok=True)
+    if error is not None:
+        raise error
     return seen

@@ -7,6 +7,7 @@ The training thread waits for the save before, copies its share and goes on. A t
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,7 +21,7 @@ from lightning_air.checkpoint.lightning_form import StoredForm, take_apart
 from lightning_air.checkpoint.publishing import Details, meta_bytes
 from lightning_air.checkpoint.ranks import Ranks
 from lightning_air.checkpoint.shelf import Shelf
-from lightning_air.checkpoint.staging import StagedCopy, Stager
+from lightning_air.checkpoint.staging import StagedCopy, Stager, wait_for_devices
 from lightning_air.checkpoint.writing import WriteOptions
 from lightning_air.runtime import free_memory_bytes
 
@@ -114,6 +115,7 @@ class Saver:
         self._stager = Stager()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
+        self._given_up: threading.Thread | None = None
         self._pending: _Pending | None = None
         self._copy: StagedCopy | None = None
         self._num_failures = 0
@@ -121,7 +123,10 @@ class Saver:
         # The next three belong to the worker.
         self._has_last_failed = False
         self._last_published: str | None = None
-        self._to_remove: list[str] = []
+        self._to_remove: list[tuple[str, bool]] = []
+        self._unsaid: deque[str] = deque()
+        # One rank may wait for another's uploads; a hung local disk has no other deadline.
+        self._limit_seconds = 2 * options.deadline_seconds + 300
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +148,8 @@ class Saver:
             RuntimeError: If the ranks do not hold the same state.
         """
         started = time.monotonic()
-        self.settle()
+        if not self.settle(self._limit_seconds):
+            raise CheckpointFailedError(self._overdue(self._limit_seconds))
         waited = time.monotonic() - started
         form, share, meta, error = self._taken_apart(checkpoint)
         is_copied = self._agree(share, error)
@@ -154,6 +160,8 @@ class Saver:
             copy = self._staged(share, trained)
         stage_seconds = time.monotonic() - staged_from if is_copied else 0.0
         job = SaveJob(path=path, details=details, share=share, copy=copy, paths=form.paths, meta=meta)
+        if copy is None:
+            wait_for_devices(share.pieces)  # the worker copies on a stream of its own
         pending = _Pending(job, started, waited, stage_seconds)
         self._pending, self._copy = pending, copy
         self._submit(lambda: self._run(pending))
@@ -165,10 +173,14 @@ class Saver:
 
     def finish_copy(self) -> None:
         """Wait for a copy that overlaps with the training. To be called before anything changes parameters."""
-        if self._copy is not None:
-            with suppress(Exception):  # the save fails of it, on every rank, and that is told in its turn
-                self._copy.wait()
-            self._copy = None
+        copy, self._copy = self._copy, None
+        if copy is None:
+            return
+        begun = time.monotonic()
+        with suppress(Exception):  # the save fails of it, on every rank, and that is told in its turn
+            copy.wait()
+        if self._pending is not None:
+            self._pending.blocking_seconds += time.monotonic() - begun
 
     def settle(self, timeout_seconds: float | None = None, *, quietly: bool = False) -> bool:
         """Wait for the save under way, if any, and raise once what went wrong with it.
@@ -183,6 +195,7 @@ class Saver:
         Raises:
             CheckpointFailedError: If it failed.
         """
+        self._say()
         pending = self._pending
         if pending is None:
             return True
@@ -210,6 +223,7 @@ class Saver:
 
     def take_reports(self) -> list[SaveReport]:
         """Return what became of the saves that have ended since the last call; waits for none."""
+        self._say()
         if self._pending is not None and self._pending.done.done() and self._pending.done.result()[0].failure is None:
             self.settle()
         reports, self._reports = self._reports, []
@@ -219,6 +233,11 @@ class Saver:
     def is_saving(self) -> bool:
         """Whether a save is under way."""
         return self._pending is not None and not self._pending.done.done()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a thread of ours lives on after `close`, which gave a save up."""
+        return self._given_up is not None and self._given_up.is_alive()
 
     def _taken_apart(
         self, checkpoint: Mapping[str, Any]
@@ -271,12 +290,22 @@ class Saver:
             )
         return not votes[worst][1]
 
+    def _overdue(self, seconds: float) -> str:
+        assert self._pending is not None
+        return f"Checkpoint {self._pending.job.path} was not published within {seconds:g} s and is given up."
+
     # ---- removing and ending -----------------------------------------------------------------------------------------
 
     def remove(self, path: str) -> None:
         """Delete a checkpoint once the saves begun before are published; if the last of them fails, after the next."""
         if self._ranks.global_rank == 0:
             self._submit(lambda: self._remove(path))
+
+    def discard(self, folders: Sequence[str]) -> None:
+        """Delete these folders, and no other generation of them, once the saves begun before are published."""
+        if self._ranks.global_rank == 0:
+            for folder in folders:
+                self._submit(partial(self._remove, folder, exactly=True))
 
     def point(self, pointer: str, *, link: bool) -> None:
         """Let a path stand for the checkpoint last begun, once that is published."""
@@ -287,7 +316,7 @@ class Saver:
         """Delete what killed saves have left in these folders."""
         if self._ranks.global_rank == 0:
             for folder in folders:
-                self._submit(lambda folder=folder: self._delete(folder))  # type: ignore[misc] # a lambda with a default
+                self._submit(partial(self._delete, folder, exactly=True))
 
     def close(self, timeout_seconds: float, *, quietly: bool) -> None:
         """Finish what is under way, and end the thread. Idempotent.
@@ -303,11 +332,13 @@ class Saver:
             if worker is not None:
                 self._calls.put(None)
                 worker.join(max(0.0, deadline - time.monotonic()))
-            self._stager.release()
+            self._say()
+            self._given_up = worker
+            if worker is None or not worker.is_alive():  # else it may still read what was copied
+                self._stager.release()
         if not has_ended:
             assert self._pending is not None
-            path, self._pending = self._pending.job.path, None
-            message = f"Checkpoint {path} was not published within {timeout_seconds:g} s and is given up."
+            message, self._pending = self._overdue(timeout_seconds), None
             if not quietly:
                 raise CheckpointFailedError(message)
             self._warn(message)
@@ -330,28 +361,36 @@ class Saver:
         if not self._has_last_failed:
             self._last_published = outcome.published_path
             to_remove, self._to_remove = self._to_remove, []
-            for path in to_remove:
-                self._remove(path)
+            for path, exactly in to_remove:
+                self._remove(path, exactly=exactly)
 
-    def _remove(self, path: str) -> None:
+    def _remove(self, path: str, *, exactly: bool = False) -> None:
         if self._has_last_failed:
-            self._to_remove.append(path)
+            self._to_remove.append((path, exactly))
             return
-        self._delete(path)
+        self._delete(path, exactly=exactly)
 
-    def _delete(self, path: str) -> None:
+    def _delete(self, path: str, *, exactly: bool) -> None:
         try:
-            self._shelf.remove(path)
-        except OSError as error:
-            self._warn(f"Checkpoint {path} could not be deleted: {error}")
+            if exactly:
+                self._shelf.remove_one(path)
+            else:
+                self._shelf.remove(path)
+        except Exception as error:  # noqa: BLE001 - the worker has to live on, whatever a store raises
+            self._unsaid.append(f"Checkpoint {path} could not be deleted: {error}")
 
     def _point(self, pointer: str, *, link: bool) -> None:
         if self._has_last_failed or self._last_published is None:
             return
         try:
             self._shelf.point(pointer, self._last_published, link=link)
-        except OSError as error:
-            self._warn(f"{pointer} could not be written: {error}")
+        except Exception as error:  # noqa: BLE001 - as above
+            self._unsaid.append(f"{pointer} could not be written: {error}")
+
+    def _say(self) -> None:
+        """Warn of what went wrong on the worker; where warnings are errors, a warning there would end it."""
+        while self._unsaid:
+            self._warn(self._unsaid.popleft())
 
 
 def _serve(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

@@ -104,6 +104,9 @@ def write_shard_file(path: Path, name: str, items: Sequence[Item]) -> WrittenFil
                 info = StorageInfo(name, start, stream.position - start)
                 entries.extend((index, info) for index in item.indices)
             os.fsync(descriptor)
+        except BaseException:
+            path.unlink(missing_ok=True)  # this call has made it
+            raise
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -1,10 +1,11 @@
 """Names of checkpoints, and what may be deleted of them. Rank 0 only.
 
-A checkpoint's folder is never written twice. If a name is asked for again, as `save_last=True` does, the checkpoint
-goes to a folder of the next generation, `last@2.ckpt`, and the one before is deleted once the new one is published.
-What a killed save has left under a name is no checkpoint, and is deleted first.
+A checkpoint's folder is never written twice. If anything lies under a name that is asked for, the checkpoint goes to a
+folder of the next generation, `last@2.ckpt`, and the published one before is deleted once the new one is published.
+What a killed save has left stays until it is swept: another attempt that is still alive may be writing it.
 """
 
+import os
 import re
 import threading
 import uuid
@@ -42,12 +43,12 @@ class Shelf:
     def protect(self, path: str) -> None:
         """Never delete this checkpoint: the run has resumed from it. Any thread may call this."""
         with self._lock:
-            self._protected.add(parse_place(path).root)
+            self._protected.add(_identity(path))
 
     def is_protected(self, path: str) -> bool:
         """Return whether the run has resumed from this checkpoint."""
         with self._lock:
-            return parse_place(path).root in self._protected
+            return _identity(path) in self._protected
 
     def resolve(self, path: str) -> str:
         """Return the place that a path means, behind pointers."""
@@ -68,14 +69,15 @@ class Shelf:
             OSError: If the place cannot be looked at or cleared.
         """
         root = parse_place(path).root
-        generations = self.generations(root)
-        if not generations:
-            self._clear(root)
-            return root
-        newest = max(generations)
-        fresh = _with_generation(root, newest + 1)
-        self._clear(fresh)
+        number = max(self.generations(root), default=0) + 1
+        # A listing may not show yet what is there by name.
+        while self._is_taken(fresh := _with_generation(root, number)):
+            number += 1
         return fresh
+
+    def _is_taken(self, path: str) -> bool:
+        store = self.open_store(path)
+        return self.exists(path) or len(_ask(store, store.list)) > 0
 
     def generations(self, path: str) -> dict[int, str]:
         """Return the published checkpoints of a name, and single files, by generation; the name itself is the first."""
@@ -113,7 +115,14 @@ class Shelf:
     def remove_one(self, path: str) -> None:
         """Delete this folder or file, `.metadata` first, unless the run has resumed from it."""
         if not self.is_protected(path):
-            self._clear(path)
+            self.clear(path)
+
+    def clear(self, path: str) -> None:
+        """Delete this folder or file, `.metadata` first."""
+        folder = self.open_store(parent(path))
+        if _ask(folder, lambda: folder.num_bytes(name(path))) is not None:
+            _ask(folder, lambda: folder.delete(name(path)))
+        _ask(folder, lambda: folder.delete_folder(name(path)))
 
     def point(self, pointer: str, target: str, *, link: bool) -> None:
         """Let a path stand for a published checkpoint beside it, by a link where there are links, else by a file."""
@@ -134,18 +143,19 @@ class Shelf:
             fresh.unlink()
             raise
 
-    def _clear(self, path: str) -> None:
-        folder = self.open_store(parent(path))
-        if _ask(folder, lambda: folder.num_bytes(name(path))) is not None:
-            _ask(folder, lambda: folder.delete(name(path)))
-        _ask(folder, lambda: folder.delete_folder(name(path)))
-
 
 def _ask(store: Store, call: Callable[[], T]) -> T:
     return ask(store, call, Patience(PATIENCE_SECONDS))
 
 
+def _identity(path: str) -> str:
+    place = parse_place(path)
+    return os.path.realpath(place.root) if place.kind == "local" else place.root
+
+
 def _with_generation(path: str, number: int) -> str:
+    if number == 1:
+        return path
     stem, dot, suffix = name(path).rpartition(".")
     versioned = f"{stem}@{number}.{suffix}" if stem and dot else f"{name(path)}@{number}"
     return join(parent(path), versioned)

@@ -47,12 +47,18 @@ class Stager:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
-        self._stream: Any = None
+        self._streams: dict[torch.device, Any] = {}
 
     def missing_bytes(self, pieces: Sequence[OwnPiece]) -> int:
         """Return how much more host memory copying these pieces would take."""
         held = 0 if self._memory is None else self._memory.nbytes
-        return max(0, _layout(pieces)[-1] - held)
+        total = _layout(pieces)[-1]
+        if total <= held:
+            return 0
+        if not any(piece.source.is_cuda for piece in pieces):
+            return total - held
+        # Of pinned memory torch takes the next power of two, and gives none back to the system.
+        return 1 << (total - 1).bit_length()
 
     def stage(self, pieces: Sequence[OwnPiece], may_wait: Callable[[OwnPiece], bool] | None = None) -> StagedCopy:
         """Copy the pieces.
@@ -111,24 +117,37 @@ class Stager:
         return finish
 
     def _copy_from_cuda(self, pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        device = next(source.device for _, source in pairs if source.is_cuda)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # what the optimizer has queued comes first
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-                if source.is_cuda:
-                    # The allocator must not hand the source's memory out while this stream still reads it.
-                    source.record_stream(self._stream)
-            done = self._stream.record_event()
-        finish: Callable[[], None] = done.synchronize
+        events = []
+        for device in {source.device for _, source in pairs if source.is_cuda}:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))  # what the optimizer has queued comes first
+            with torch.cuda.stream(stream):
+                for target, source in pairs:
+                    if source.device == device:
+                        target.copy_(source, non_blocking=True)
+                        # The allocator must not hand the source's memory out while this stream still reads it.
+                        source.record_stream(stream)
+                events.append(stream.record_event())
+        _copy_all([(target, source) for target, source in pairs if not source.is_cuda])
+
+        def finish() -> None:
+            for event in events:
+                event.synchronize()
+
         return finish
 
     def release(self) -> None:
         """Give the memory back."""
         self._memory = None
-        self._stream = None
+        self._streams.clear()
+
+
+def wait_for_devices(pieces: Sequence[OwnPiece]) -> None:
+    """Wait for what this thread has queued on the devices of these pieces: another thread is going to read them."""
+    for device in {piece.source.device for piece in pieces if piece.source.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _layout(pieces: Sequence[OwnPiece]) -> list[int]:

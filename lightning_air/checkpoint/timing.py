@@ -19,7 +19,10 @@ _HELD_SECONDS = 1.0
 
 
 class SharedSchedule:
-    """A schedule that all ranks follow together. Every rank asks it after each optimizer step.
+    """A schedule that all ranks follow together. Every rank asks it after each batch.
+
+    It answers once for each optimizer step: within gradient accumulation nothing is due, since no checkpoint holds the
+    gradients.
 
     Args:
         schedule: Rank 0's counts where time decides.

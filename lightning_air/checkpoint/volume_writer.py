@@ -81,10 +81,14 @@ class VolumeWriter(StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise ValueError("VolumeWriter publishes one `.metadata` for all ranks: save with use_collectives=True.")
         self._started = time.monotonic()
-        if is_coordinator and Shelf().fresh_folder(self.checkpoint_id) != self.checkpoint_id:
-            raise FileExistsError(
-                f"There is a checkpoint at {self.checkpoint_id}, and none is ever overwritten. Save under another name."
-            )
+        if is_coordinator:
+            shelf = Shelf()
+            if shelf.exists(self.checkpoint_id):
+                raise FileExistsError(
+                    f"There is a checkpoint at {self.checkpoint_id}, and none is ever overwritten. Save under another "
+                    "name."
+                )
+            shelf.clear(self.checkpoint_id)
 
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -9,9 +9,14 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from lightning_air.checkpoint.crew import do_all
+from lightning_air.checkpoint.local_store import make_folder
+from lightning_air.checkpoint.retry import Patience
 from lightning_air.checkpoint.shard_file import Item, WrittenFile, write_shard_file
 from lightning_air.checkpoint.store import Store
 from lightning_air.checkpoint.transfer import upload
@@ -20,6 +25,7 @@ from lightning_air.checkpoint.transfer import upload
 TARGET_FILE_BYTES = 256 << 20
 # What must stay free on the scratch disk, for the rest of the machine.
 _SPARE_STAGING_BYTES = 64 << 20
+_DISCARD_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -75,11 +81,14 @@ def write_share(store: Store, items: Sequence[Item], prefix: str, options: Write
     share = WrittenShare()
     started = time.monotonic()
     if store.is_local:
-        for index, group in enumerate(_files(items, options.file_bytes)):
-            name = f"{prefix}{index}.distcp"
-            path = store.path(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _record(share, write_shard_file(path, name, group))
+        make_folder(store.path(f"{prefix}0.distcp").parent)
+        try:
+            for index, group in enumerate(_files(items, options.file_bytes)):
+                name = f"{prefix}{index}.distcp"
+                _record(share, write_shard_file(store.path(name), name, group))
+        except BaseException:
+            discard(store, [file.name for file in share.files])  # what was cut off is deleted already
+            raise
         share.stats.write_seconds = time.monotonic() - started
         return share
     scratch = Path(options.staging_dir or tempfile.gettempdir()) / f"lightning-air-{uuid.uuid4().hex}"
@@ -96,9 +105,22 @@ def write_share(store: Store, items: Sequence[Item], prefix: str, options: Write
             staged.append(path)
         if staged:
             _send(store, staged, share.stats, options, options.deadline_seconds - (time.monotonic() - started))
+    except BaseException:
+        discard(store, [file.name for file in share.files])
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return share
+
+
+def discard(store: Store, names: Sequence[str]) -> None:
+    """Delete files of a save that failed, as far as that takes no time: their space may be what it lacked.
+
+    What stays is invisible, and swept at a later start.
+    """
+    work = {name: partial(store.delete, name) for name in names}
+    with suppress(OSError):
+        do_all("discard", work, where=store.root, max_workers=8, patience=Patience(_DISCARD_SECONDS))
 
 
 def _files(items: Sequence[Item], file_bytes: int) -> Iterator[list[Item]]:

@@ -24,8 +24,11 @@ def noted(checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Iterable
     """Return the checkpoint with the names by which a collective CheckpointIO stores it. Copies no tensor."""
     names = {id(param): checkpoint_name(name) for name, param in module.named_parameters()}
     by_group = [
-        [[names.get(id(param), f"unnamed.{at}") for at, param in enumerate(group["params"])] for group in each]
-        for each in (optimizer.param_groups for optimizer in optimizers)
+        [
+            [names.get(id(param), f"unnamed.{number}.{at}") for at, param in enumerate(group["params"])]
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        for optimizer in optimizers
     ]
     noted = {**checkpoint, NOTES_KEY: {**checkpoint.get(NOTES_KEY, {}), "parameter_names": by_group}}
     if "state_dict" in checkpoint:

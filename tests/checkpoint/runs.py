@@ -55,7 +55,7 @@ def make_trainer(strategy: str, io: str, *callbacks: Callback, num_ranks: int = 
     plugins = [AsyncUCCheckpointIO(**options.pop("io_options", {}))] if io == "ours" else None
     defaults = {"max_epochs": -1, "num_sanity_val_steps": 0, "limit_val_batches": 0, "use_distributed_sampler": False}
     kwargs = fast_trainer_kwargs(
-        Path.cwd(),
+        options.pop("default_root_dir", Path.cwd()),
         **{**defaults, "strategy": made, "plugins": plugins, "callbacks": list(callbacks), **options},
     )
     if "enable_checkpointing" not in options:

@@ -227,12 +227,13 @@ def test_auto_never_has_training_wait_for_an_upload(tmp_path: Path) -> None:
 
 
 def keep_the_best(strategy: str, io: str, num_ranks: int, every: str, options: dict[str, Any]) -> dict[str, Any]:
+    scores = options.pop("scores", [5, 1, 4, 2, 3])
     checkpoint = AirCheckpoint("run", every=every, monitor="score", **{"keep_last": 1, "save_top_k": 2, **options})
     saves = Saves()
     trainer = make_trainer(
         strategy, io, checkpoint, saves, num_ranks=num_ranks, max_epochs=5, limit_val_batches=1, num_sanity_val_steps=1
     )
-    fit(trainer, Scored([5.0, 1.0, 4.0, 2.0, 3.0]))
+    fit(trainer, Scored(scores))
     return {
         "saved": saves.steps,
         "left": steps(checkpoint.dirpath or ""),
@@ -279,6 +280,7 @@ def test_the_newest_and_the_best_are_kept_and_each_step_is_saved_once(
         ({"save_top_k": 0, "keep_last": 2}, [32, 40]),
         ({"save_top_k": -1}, [8, 16, 24, 32, 40]),
         ({"filename": "{step}-{score:.1f}"}, [16, 32, 40]),
+        ({"scores": [5, 1, 4, 3, 2], "keep_last": 2}, [16, 32, 40]),  # 32 is ousted by 40, and still one of the newest
     ],
     ids=str,
 )

@@ -233,13 +233,15 @@ def test_validate_and_test_load_what_was_asked_for_and_save_nothing(strategy: st
 
 
 def fit_without_a_dirpath() -> list[str]:
-    trainer = make_trainer("single", "ours", AirCheckpoint(every="4steps"), max_steps=4, logger=CuriousLogger())
+    checkpoint, logger = AirCheckpoint(every="4steps", keep_last=1), CuriousLogger()
+    trainer = make_trainer("single", "ours", checkpoint, max_steps=8, logger=logger, default_root_dir="out")
     fit(trainer)
+    assert len(logger.metrics) == 2
     return sorted(str(path) for path in Path().rglob("*.ckpt"))
 
 
 def test_without_a_dirpath_it_is_model_checkpoints_folder() -> None:
-    assert values(run_ranks(fit_without_a_dirpath, 1)) == [["curious/0/checkpoints/epoch=0-step=4.ckpt"]]
+    assert values(run_ranks(fit_without_a_dirpath, 1)) == [["out/curious/0/checkpoints/epoch=0-step=8.ckpt"]]
 
 
 def fit_and_save_by_hand(strategy: str) -> list[Any]:

@@ -5,19 +5,23 @@ before it.
 """
 
 import os
+import re
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_air import AirCheckpoint, latest_checkpoint
+from lightning_air.checkpoint import BadCheckpointError
 from lightning_air.checkpoint.latest import list_checkpoints
 from lightning_air.checkpoint.store import METADATA_NAME
-from tests.checkpoint.runs import Saves, Scored, fit, make_trainer, steps
+from tests.checkpoint.runs import CuriousLogger, Saves, Scored, fit, make_trainer, published, steps
 from tests.kit.files_api_server import TOKEN, files_api
 from tests.kit.ranks import run_ranks, values
 
@@ -29,6 +33,7 @@ class Start(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
+        self.threads = [thread.name for thread in threading.enumerate()]
 
 
 def train(
@@ -44,13 +49,14 @@ def train(
 ) -> dict[str, Any]:
     """Train up to a step; what it warned of does not fail it."""
     checkpoint = AirCheckpoint(folder, **{"every": "4steps", **options})
-    start, saves = Start(), Saves()
+    start, saves, logger = Start(), Saves(), CuriousLogger()
     trainer = make_trainer(
         strategy,
         io,
         checkpoint,
         start,
         saves,
+        logger=logger,
         num_ranks=num_ranks,
         max_steps=max_steps,
         limit_val_batches=int(bool(scores)),
@@ -60,8 +66,10 @@ def train(
         fit(trainer, Scored(scores) if scores else None, ckpt_path=resume)
     return {
         "start": start.step,
+        "threads": start.threads,
         "saved": saves.steps,
         "left": steps(folder),
+        "told too early": logger.unpublished,
         "best": Path(checkpoint.best_model_path).name,
         "scores": sorted(float(score) for score in checkpoint.best_k_models.values()),
         "warnings": [str(warning.message) for warning in caught if "ckpt" in str(warning.message)],
@@ -102,7 +110,7 @@ def test_last_in_an_object_store_is_the_newest_valid_one(io: str, start: int) ->
     assert second["saved"] == list(range(start + 4, 16, 4))
     assert len(second["warnings"]) == int(io == "ours")
     for warning in second["warnings"]:
-        assert "epoch=0-step=8.ckpt/__0_0.distcp is not as it was written" in warning
+        assert re.search(r"epoch=0-step=8\.ckpt/__0_\w*0\.distcp is not as it was written", warning)
         assert "Loading memory://bucket/run/epoch=0-step=4.ckpt instead" in warning
 
 
@@ -120,7 +128,7 @@ def test_what_is_passed_over_is_told_with_the_file_and_what_is_wrong(strategy: s
     (warning,) = first[1]["warnings"]
     assert warning.startswith("Passing over a checkpoint.")
     assert "epoch=0-step=8.ckpt: NOT valid" in warning
-    assert "__0_0.distcp: wrong size, expected" in warning
+    assert ".distcp: wrong size, expected" in warning
     for _, second in [first, *others]:
         assert second["start"] == 4
         assert second["saved"] == [8, 12]
@@ -289,30 +297,71 @@ def test_the_best_of_an_earlier_attempt_is_kept_also_with_another_cadence(
         assert second["warnings"] == []
 
 
-def resume_after_losses(how: str) -> list[dict[str, Any]]:
+def go_back(strategy: str, num_ranks: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"strategy": strategy, "num_ranks": num_ranks, "monitor": "score", "every": "8steps"}
+    first = train(max_steps=24, scores=[3, 2, 1], **options)
+    third = train(max_steps=24, scores=[0.5], resume="run/epoch=1-step=16.ckpt", **options)
+    return {"first": first, "third": third, "names": published("run")}
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("air fsdp", 2), ("stock ddp", 2), ("single", 1)])
+def test_a_run_that_goes_back_replaces_what_it_had_saved(strategy: str, num_ranks: int) -> None:
+    for seen in values(run_ranks(go_back, num_ranks, args=(strategy, num_ranks))):
+        assert (seen["first"]["left"], seen["first"]["best"]) == ([16, 24], "epoch=2-step=24.ckpt")
+        assert seen["third"]["start"] == 16
+        assert seen["third"]["saved"] == [24]
+        assert (seen["third"]["best"], seen["third"]["scores"]) == ("epoch=2-step=24@2.ckpt", [0.5])
+        assert seen["names"] == ["epoch=1-step=16.ckpt", "epoch=2-step=24@2.ckpt"]
+        assert not any(each["told too early"] for each in (seen["first"], seen["third"]))
+
+
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("code was run",)
+
+
+def resume_beside_code(strategy: str) -> list[bool]:
+    train(strategy, num_ranks=2, max_steps=8)
+    if int(os.environ["RANK"]) == 0:
+        torch.save({"epoch": 1, "global_step": 9, "state_dict": {}, "planted": RunsCode()}, "run/epoch=1-step=9.ckpt")
+    torch.distributed.barrier()
+    with pytest.raises(BadCheckpointError, match=r"posix\.mkdir"):
+        train(strategy, num_ranks=2, max_steps=12)
+    return [Path("code was run").exists(), steps("run") == [4, 8, 9] or steps("run") == [4, 9, 8]]
+
+
+@pytest.mark.parametrize("strategy", ["air ddp", "stock ddp"])
+def test_a_file_that_names_code_is_an_error_and_no_reason_to_begin_anew(strategy: str) -> None:
+    assert values(run_ranks(resume_beside_code, 2, args=(strategy,))) == [[False, True]] * 2
+
+
+def resume_without_the_best() -> list[dict[str, Any]]:
     options: dict[str, Any] = {"monitor": "score", "save_top_k": 1, "keep_last": 2, "every": "8steps"}
     first = train(max_steps=24, scores=[1, 5, 4], **options)
-    if how == "best deleted":
-        shutil.rmtree("run/epoch=0-step=8.ckpt")
-    else:  # a bit, which only the load finds
-        shard = next(Path("run/epoch=2-step=24.ckpt").glob("*.distcp"))
-        shard.write_bytes(flipped(shard.read_bytes()))
-    return [first, train(max_steps=48, scores=[9, 8, 7, 6], **{**options, "save_top_k": 1})]
+    shutil.rmtree("run/epoch=0-step=8.ckpt")
+    return [first, train(max_steps=48, scores=[9, 8, 7, 6], **options)]
 
 
 def test_a_best_that_is_gone_is_no_longer_the_best() -> None:
-    ((first, second),) = values(run_ranks(resume_after_losses, 1, args=("best deleted",)))
+    ((first, second),) = values(run_ranks(resume_without_the_best, 1))
     assert first["best"] == "epoch=0-step=8.ckpt"
     assert (second["best"], second["scores"]) == ("epoch=5-step=48.ckpt", [7.0])
 
 
-def test_a_damaged_one_does_not_count_and_is_not_deleted() -> None:
-    ((_, second),) = values(run_ranks(resume_after_losses, 1, args=("damaged",)))
-    assert second["start"] == 16
-    assert sum("is not as it was written" in warning for warning in second["warnings"]) == 1
-    # 8 is the best, 16 was resumed from; the damaged 24 was saved anew, and the two newest are valid.
-    assert second["left"][0] == 8
-    assert {16, 40, 48} <= set(second["left"])
+def resume_from_a_damaged_one(how: str) -> dict[str, Any]:
+    train(max_steps=24, every="8steps", keep_last=3)
+    shard = next(Path("run/epoch=2-step=24.ckpt").glob("*.distcp"))
+    shard.write_bytes(b"cut off" if how == "cut off" else flipped(shard.read_bytes()))
+    return train(max_steps=20, every="1h", keep_last=3)
+
+
+@pytest.mark.parametrize("how", ["cut off", "flipped"])
+def test_a_damaged_one_does_not_count_and_is_not_deleted(how: str) -> None:
+    (seen,) = values(run_ranks(resume_from_a_damaged_one, 1, args=(how,)))
+    assert seen["start"] == 16
+    assert len(seen["warnings"]) == 1
+    assert "epoch=2-step=24.ckpt" in seen["warnings"][0]
+    assert sorted(seen["left"]) == [8, 16, 20, 24]  # three valid ones, and that one
 
 
 # ---- what killed saves have left -------------------------------------------------------------------------------------
@@ -326,14 +375,15 @@ def sweep(strategy: str, num_ranks: int) -> dict[str, Any]:
             shard.write_bytes(b"half of it")
             os.utime(shard, (shard.stat().st_mtime - hours * 3600,) * 2)
         Path("run/notes").mkdir()
-    train(strategy, num_ranks=num_ranks, max_steps=8, resume=None)
-    return {"left": sorted(os.listdir("run"))}  # noqa: PTH208 - names are asked for
+    seen = train(strategy, num_ranks=num_ranks, max_steps=8, resume=None)
+    return {"threads": seen["threads"], "left": sorted(os.listdir("run"))}  # noqa: PTH208 - names are asked for
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("air fsdp", 2), ("stock ddp", 2), ("single", 1)])
 def test_what_killed_saves_left_is_swept_when_it_is_old(strategy: str, num_ranks: int, tmp_path: Path) -> None:
     results = run_ranks(sweep, num_ranks, args=(strategy, num_ranks), cwd=tmp_path)
-    values(results)
+    sweepers = [seen["threads"].count("lightning-air-checkpoint") for seen in values(results)]
+    assert sweepers == [1] + [0] * (num_ranks - 1)
     left = ["epoch=0-step=4.ckpt", "epoch=0-step=5.ckpt", "epoch=0-step=8.ckpt", "notes"]
     assert sorted(os.listdir(tmp_path / "run")) == left  # noqa: PTH208 - names are asked for
     messages = [result.output.count("2 unfinished checkpoint(s) of killed saves") for result in results]

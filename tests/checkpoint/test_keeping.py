@@ -46,7 +46,7 @@ def test_a_folder_is_looked_at(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "step=4.ckpt")
     (tmp_path / "last.ckpt").symlink_to("step=7")
     (tmp_path / "notes").mkdir()
-    found = {Path(known.path).name: known for known in Keeping.look(str(tmp_path))}
+    found = {Path(known.path).name: known for known in Keeping.look(str(tmp_path), only_ours=False)}
     assert {name: (known.step, known.is_published) for name, known in found.items()} == {
         "step=7": (7, True),
         "step=9": (9, False),
@@ -54,7 +54,9 @@ def test_a_folder_is_looked_at(tmp_path: Path) -> None:
         "step=4.ckpt": (4, True),
     }
     assert found["step=7"].created_seconds == 1000.0
-    assert Keeping.look(str(tmp_path / "nothing here")) == []
+    ours = {Path(known.path).name for known in Keeping.look(str(tmp_path), only_ours=True)}
+    assert ours == {"step=7", "step=9"}  # what other programs have published neither counts nor goes
+    assert Keeping.look(str(tmp_path / "nothing here"), only_ours=False) == []
 
 
 def test_orphans_go_by_age_once(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_orphans_go_by_age_once(tmp_path: Path) -> None:
         for path in shard.parent.iterdir():
             os.utime(path, (time.time() - hours * HOUR,) * 2)
         (shard.parent / METADATA_NAME).unlink()
-    made = keeping(*Keeping.look(str(tmp_path)))
+    made = keeping(*Keeping.look(str(tmp_path), only_ours=True))
     assert [Path(path).name for path in made.orphans(6 * HOUR)] == ["old"]
     assert made.orphans(6 * HOUR) == []
 

@@ -477,7 +477,7 @@ def test_an_upload_workers_error_never_publishes(tmp_path: Path) -> None:
 
     class Breaks(fsspec_store.FsspecStore):
         def put(self, name: str, source: Path) -> None:
-            if name.endswith("__0_2.distcp"):
+            if name.endswith("_2.distcp"):
                 raise OSError(errno.EACCES, "not allowed to write here")
             super().put(name, source)
 
@@ -486,7 +486,7 @@ def test_an_upload_workers_error_never_publishes(tmp_path: Path) -> None:
         io._shelf.open_store = Breaks
         io._saver_now()._options = writing.WriteOptions(tmp_path / "staging", file_bytes=4000)
         io.save_checkpoint(state, "memory://ckpt/broken")
-        with pytest.raises(CheckpointFailedError, match=r"'__0_2\.distcp'.*not allowed to write here"):
+        with pytest.raises(CheckpointFailedError, match=r"_2\.distcp'.*not allowed to write here"):
             io.settle()
     assert fsspec.filesystem("memory").find("/ckpt") == []
     assert not list((tmp_path / "staging").glob("*"))
@@ -526,6 +526,7 @@ def test_teardown_waits_ends_the_thread_and_may_be_called_again(tmp_path: Path) 
     io = AsyncUCCheckpointIO()
     io.teardown()
     for name in ("one", "two"):  # a second fit uses the same IO
+        io.begin()
         with held_writing() as go_on:
             io.save_checkpoint({"state_dict": {"w": torch.ones(3)}}, tmp_path / name)
             assert checkpoint_threads() == ["lightning-air-checkpoint"]
