@@ -26,17 +26,24 @@ from lightning_air._lightning import (
     rank_zero_warn,
 )
 from lightning_air.checkpoint import telemetry
-from lightning_air.checkpoint.cadence import FAILURES_PER_GPU_DAY, Schedule, auto_interval, parse_every
+from lightning_air.checkpoint.cadence import FAILURES_PER_GPU_DAY, Schedule, parse_every
 from lightning_air.checkpoint.io import AsyncUCCheckpointIO
-from lightning_air.checkpoint.keeping import Keeping, Known
+from lightning_air.checkpoint.keeping import Keeping
 from lightning_air.checkpoint.last_path import wrapped
 from lightning_air.checkpoint.latest import latest_checkpoint
 from lightning_air.checkpoint.lightning_form import META_KEY
-from lightning_air.checkpoint.places import check_writable, join, open_store, parse_place
+from lightning_air.checkpoint.places import join, parse_place
 from lightning_air.checkpoint.report import CheckpointReport
 from lightning_air.checkpoint.saver import CheckpointFailedError, SaveReport
 from lightning_air.checkpoint.shelf import Shelf
-from lightning_air.checkpoint.suitable import check_filename, check_parts, check_seconds
+from lightning_air.checkpoint.suitable import (
+    check_filename,
+    check_own_folder,
+    check_parts,
+    check_same_start,
+    check_seconds,
+    look_together,
+)
 from lightning_air.checkpoint.timing import SharedSchedule
 
 # What a killed save has left is deleted once it is so old that no save can still be under way.
@@ -133,7 +140,6 @@ class AirCheckpoint(ModelCheckpoint):
         self._schedule = Schedule(self._every)
         self._timing: SharedSchedule | None = None  # while training
         self._is_scoring = self._is_fitting = False
-        self._interval_reason = ""
         self._found_last: str | None = None
         self._damaged: set[str] = set()
         # What rank 0 has learnt of saves, as they were asked for and published, and the others not.
@@ -160,55 +166,19 @@ class AirCheckpoint(ModelCheckpoint):
         self.dirpath = folder = parse_place(str(self.dirpath)).root
         self._is_fitting = stage == "fit"
         check_parts(trainer, folder, has_pointer=bool(self._pointer))
-        self._refuse_shared_folder(trainer)
-        self._refuse_different_starts(trainer)
+        others = [each for each in trainer.checkpoint_callbacks if each is not self and isinstance(each, AirCheckpoint)]
+        check_own_folder(folder, [each.dirpath for each in others])
+        found, self._found_last = self._found_last, None
+        check_same_start(trainer, found, folder)
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined] # set by a connector
             return
-        self._keeping.start(self._look(trainer, folder))
         io = self._io(trainer)
+        self._keeping.start(look_together(trainer, folder, only_ours=io is not None))
         if io is not None:
             io.begin()
         if io is not None and (orphans := self._keeping.orphans(ORPHAN_AGE_SECONDS)) and trainer.is_global_zero:
             rank_zero_info(f"{len(orphans)} unfinished checkpoint(s) of killed saves in {folder} are deleted.")
             io.sweep(orphans)
-
-    def _refuse_shared_folder(self, trainer: Trainer) -> None:
-        for other in trainer.checkpoint_callbacks:
-            if other is not self and isinstance(other, AirCheckpoint) and other.dirpath == self.dirpath:
-                raise ValueError(
-                    f"Two AirCheckpoints save to {self.dirpath}, and would delete each other's checkpoints. One keeps "
-                    "both the newest and, with `monitor`, the best; or give each a dirpath of its own."
-                )
-
-    def _refuse_different_starts(self, trainer: Trainer) -> None:
-        """Ranks look for "last" before they can talk to each other; a folder that only some of them see hangs them."""
-        mine, self._found_last = self._found_last, None
-        first = trainer.strategy.broadcast(mine)
-        # Where all load together rank 0's path counts, and a listing may lag behind; but all have to load.
-        loads_together = self._io(trainer) is not None and hasattr(trainer.strategy, "sharding")
-        differs = (mine is None) != (first is None) if loads_together else mine != first
-        if trainer.strategy.reduce_boolean_decision(differs, all=False):
-            other = "others another" if mine == first else f"rank {trainer.global_rank} {mine or 'none'}"
-            raise RuntimeError(
-                f"The ranks found different checkpoints to resume from in {self.dirpath}: rank 0 {first or 'none'}, "
-                f"{other}. Every node has to see the same ones: use a volume, an object store or a shared folder."
-            )
-
-    def _look(self, trainer: Trainer, folder: str) -> list[Known]:
-        """Return what lies in the folder, if it can be written to. Collective: every rank calls this."""
-        found: list[Known] = []
-        error: Exception | None = None
-        try:
-            store = open_store(folder)  # on every rank: a node may lack the mount, or the package for the Files API
-            if trainer.is_global_zero:
-                check_writable(store)
-                found = self._keeping.look(folder, only_ours=self._io(trainer) is not None)
-        except Exception as raised:  # noqa: BLE001 - raised below, on every rank
-            error = raised
-        told, found = trainer.strategy.broadcast((None if error is None else str(error), found))
-        if trainer.strategy.reduce_boolean_decision(error is not None, all=False):
-            raise OSError(told or f"another rank cannot use {folder}" if error is None else str(error)) from error
-        return found
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -345,6 +315,8 @@ class AirCheckpoint(ModelCheckpoint):
         Raises:
             CheckpointFailedError: On every rank, if the save before failed.
         """
+        asked, filepath = filepath, trainer.strategy.broadcast(filepath)  # a metric in it may differ between ranks
+        self._rename(asked, filepath)
         if self._last_global_step_saved == trainer.global_step and self._last_checkpoint_saved:
             self._rename(filepath, self._last_checkpoint_saved)
             self._keeping.score(self._last_checkpoint_saved, self.best_k_models.get(self._last_checkpoint_saved))
@@ -362,7 +334,7 @@ class AirCheckpoint(ModelCheckpoint):
             if io is not None and trainer.is_global_zero:
                 io.point(self.last_model_path, link=self._pointer == "link")
             elif trainer.is_global_zero:
-                Shelf().point(self.last_model_path, filepath, link=True)
+                _link(self.last_model_path, filepath)
         if io is None:
             self._note_published(trainer, filepath, filepath)
 
@@ -482,19 +454,16 @@ class AirCheckpoint(ModelCheckpoint):
             self.kth_value = self.best_k_models[self.kth_best_model_path]
 
     def _choose_interval(self, trainer: Trainer, report: SaveReport) -> None:
-        if self._every.unit != "auto":
+        if self._timing is None or self._every.unit != "auto":
             return
-        choice = auto_interval(
+        reason = self._timing.measure(
             blocking_seconds=report.blocking_seconds - report.wait_previous_seconds,
             upload_seconds=report.commit_lag_seconds,
             num_gpus=trainer.world_size,
             failures_per_gpu_day=self._failures_per_gpu_day,
         )
-        before = self._schedule.interval_seconds or choice.seconds
-        if not self._interval_reason or not 0.8 < choice.seconds / before < 1.25:  # noqa: PLR2004 - worth a line
-            self._interval_reason = choice.reason
-            rank_zero_info(f"Checkpoints: {choice.reason}.")
-        self._schedule.retime(choice.seconds)
+        if reason is not None:
+            rank_zero_info(f"Checkpoints: {reason}.")
 
     # Private: ModelCheckpoint would delete a checkpoint while its replacement is still on its way. `Keeping` decides.
     @override
@@ -550,3 +519,10 @@ class AirCheckpoint(ModelCheckpoint):
     def _io(self, trainer: Trainer) -> AsyncUCCheckpointIO | None:
         io = trainer.strategy.checkpoint_io
         return io if isinstance(io, AsyncUCCheckpointIO) else None
+
+
+def _link(pointer: str, target: str) -> None:
+    try:
+        Shelf().point(pointer, target, link=True)
+    except OSError as error:
+        rank_zero_warn(f"{pointer} could not be made a link to {target}: {error}")

@@ -9,13 +9,15 @@ past only, so it is never more steps away than were counted since the one before
 from collections.abc import Callable
 from typing import Any
 
-from lightning_air.checkpoint.cadence import Schedule
+from lightning_air.checkpoint.cadence import Schedule, auto_interval
 
 # However fast the steps were: those to come may be slow (launches that only queue work on a GPU take milliseconds until
 # the first one that does not), and a save is late by as many.
 MAX_SILENT_STEPS = 100
 # How soon to ask again whether an upload has ended that a save waits for.
 _HELD_SECONDS = 1.0
+# By how much an interval has to change for the user to be told.
+_WORTH_TELLING = 1.25
 
 
 class SharedSchedule:
@@ -36,6 +38,7 @@ class SharedSchedule:
         self._clock = clock
         self._last_step = self._next_step = self._silent_steps = 0
         self._last_seconds = 0.0
+        self._told_seconds: float | None = None
 
     def start(self, step: int) -> None:
         """Begin when training starts or resumes."""
@@ -71,6 +74,32 @@ class SharedSchedule:
         now = self._clock()
         self._schedule.record_save(step, now)
         self._listen_again(step, now)
+
+    def measure(
+        self, *, blocking_seconds: float, upload_seconds: float, num_gpus: int, failures_per_gpu_day: float
+    ) -> str | None:
+        """Choose the interval of "auto" by what a save took. Rank 0's counts.
+
+        Args:
+            blocking_seconds: As for `auto_interval`; so are the others.
+            upload_seconds: See there.
+            num_gpus: See there.
+            failures_per_gpu_day: See there.
+
+        Returns:
+            The interval and its reasons, if it is another than was told before by a quarter or more.
+        """
+        choice = auto_interval(
+            blocking_seconds=blocking_seconds,
+            upload_seconds=upload_seconds,
+            num_gpus=num_gpus,
+            failures_per_gpu_day=failures_per_gpu_day,
+        )
+        self._schedule.retime(choice.seconds)
+        if self._told_seconds is not None and 1 / _WORTH_TELLING < choice.seconds / self._told_seconds < _WORTH_TELLING:
+            return None
+        self._told_seconds = choice.seconds
+        return choice.reason
 
     def _steps_until(self, seconds: float, step: int, now: float) -> int:
         """Return in how many steps so much time should have passed."""

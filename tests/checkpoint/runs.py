@@ -20,7 +20,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_air import AirCheckpoint, AirStrategy, AsyncUCCheckpointIO
-from lightning_air.checkpoint import callback as callback_module
 from lightning_air.checkpoint import last_path, places, suitable
 from lightning_air.checkpoint.latest import list_checkpoints
 from lightning_air.checkpoint.shelf import Shelf
@@ -76,11 +75,15 @@ def fit(trainer: Trainer, module: LightningModule | None = None, ckpt_path: str 
 
 
 class Scored(Regression):
-    """Logs given scores, one per validation, as `score`."""
+    """Logs given scores, one per validation, as `score`, and the rank as `noise`."""
 
     def __init__(self, scores: Sequence[float]) -> None:
         super().__init__()
         self.scores = [float(score) for score in scores]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("noise", float(self.global_rank))  # another value on each rank, as what is not reduced has
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and not self.trainer.sanity_checking:
@@ -251,7 +254,6 @@ def hostile_volume(directory: Path, behaviour: Behaviour | None = None, only: st
     watched = Watched(directory)
     with (
         mock.patch.object(places, "open_store", open_place),
-        mock.patch.object(callback_module, "open_store", open_place),
         mock.patch.object(suitable, "open_store", open_place),
         mock.patch.object(last_path, "open_store", open_place),
         mock.patch.object(Shelf.__init__, "__defaults__", (open_place,)),

@@ -273,6 +273,15 @@ def test_the_newest_and_the_best_are_kept_and_each_step_is_saved_once(
         assert len(each["tested"]) == 1  # ckpt_path="best" loads
 
 
+@pytest.mark.parametrize("strategy", ["air fsdp", "stock ddp"])
+def test_a_name_that_would_differ_between_the_ranks_is_rank_0s(strategy: str) -> None:
+    args = (strategy, "ours", 2, "8steps", {"filename": "{step}-{noise:.0f}"})
+    for each in values(run_ranks(keep_the_best, 2, args=args)):
+        assert each["names"] == ["step=16-noise=0.ckpt", "step=32-noise=0.ckpt", "step=40-noise=0.ckpt"]
+        assert each["best"] == "step=16-noise=0.ckpt"
+        assert each["valid"]
+
+
 @pytest.mark.parametrize(
     ("options", "left"),
     [

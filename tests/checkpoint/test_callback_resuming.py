@@ -4,6 +4,7 @@ And what it then keeps: never does an attempt delete the checkpoint that it resu
 before it.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
@@ -229,6 +231,23 @@ def test_last_ckpt_leads_to_the_newest_and_is_none_itself(
     if last.is_symlink():
         assert last.resolve().name == "epoch=1-step=16.ckpt"
     assert latest_checkpoint(str(folder)) == str(folder / "epoch=1-step=16.ckpt")
+
+
+def link_where_there_are_none() -> list[Any]:
+    def symlink(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    with mock.patch.object(Path, "symlink_to", symlink):
+        seen = [train("single", io, folder=io, max_steps=8, save_last="link") for io in ("lightning's", "ours")]
+    return [[each["left"], [warning for warning in each["warnings"] if "last.ckpt" in warning]] for each in seen]
+
+
+def test_a_link_that_cannot_be_made_costs_no_checkpoint() -> None:
+    (seen,) = values(run_ranks(link_where_there_are_none, 1))
+    for left, told in seen:
+        assert left == [4, 8]
+        assert len(told) == 2
+        assert "Operation not permitted" in told[0]
 
 
 # ---- what stays ------------------------------------------------------------------------------------------------------

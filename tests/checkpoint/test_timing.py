@@ -128,6 +128,27 @@ def test_auto_does_not_wait_for_an_upload_and_asks_for_its_end_rarely() -> None:
     assert seen.num_broadcasts < 20_000 * 0.25
 
 
+def test_the_interval_of_auto_is_told_when_it_has_changed_by_a_quarter() -> None:
+    schedule = Schedule(parse_every("auto"))
+    rank = SharedSchedule(schedule, lambda value: value, FakeClock())
+    rank.start(0)
+
+    def measure(blocking_seconds: float) -> str | None:
+        return rank.measure(
+            blocking_seconds=blocking_seconds, upload_seconds=0.0, num_gpus=8, failures_per_gpu_day=0.01
+        )
+
+    first = measure(0.1)
+    assert first is not None
+    assert "it blocks training for 0.1s" in first
+    before = schedule.interval_seconds or 0.0
+    assert [measure(seconds) for seconds in (0.11, 0.12, 0.14, 0.12, 0.1)] == [None] * 5
+    assert schedule.interval_seconds == pytest.approx(before)  # it follows all the same
+    measure(0.15)
+    assert (schedule.interval_seconds or 0.0) > before * 1.1
+    assert "it blocks training for 0.2s" in (measure(0.2) or "")
+
+
 def test_a_cadence_of_the_users_own_does_not_wait_for_an_upload() -> None:
     seen = run("20s", [0.1] * 2000, upload_seconds=333.0)
     assert len(seen.seconds) >= 9
