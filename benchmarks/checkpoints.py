@@ -87,7 +87,7 @@ class Rank:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds), result
 
-    # ---- the kinds: each returns seconds blocked, seconds until durable, and CPU seconds of all ranks -----------------
+    # ---- the kinds: each returns seconds blocked, until durable, and CPU seconds of all ranks -------------------------
 
     def measure(self, kind: str) -> tuple[float, float, float]:
         """Save once, and delete what was saved."""
@@ -274,9 +274,8 @@ def main() -> None:
             )
         print(f"floors: memcpy {copy:.3f} s, raw write {raw:.2f} s")
         loads = results[0]["loads"]
-        print(
-            f"load: ours, verified {loads['ours']:.2f} s, dcp.load {loads['dcp']:.2f} s, ratio {loads['ours'] / loads['dcp']:.3f}"
-        )
+        ratio = loads["ours"] / loads["dcp"]
+        print(f"load: ours, verified {loads['ours']:.2f} s, dcp.load {loads['dcp']:.2f} s, ratio {ratio:.3f}")
         for overlap, steps in results[0]["steps"].items():
             alone = steps["alone"]
             print(

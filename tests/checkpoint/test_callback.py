@@ -188,16 +188,16 @@ class Auto:
     interval_seconds: float | None
 
 
-def save_by_auto(directory: str, failures_per_gpu_day: float, seconds: float) -> Auto:
+def save_by_auto(directory: str, failures_per_gpu_day: float, seconds: float, max_steps: int) -> Auto:
     checkpoint = AirCheckpoint(f"{VOLUME}/run", every="auto", failures_per_gpu_day=failures_per_gpu_day)
     logger, saves, times = CuriousLogger(), Saves(), PassTime(checkpoint, seconds)
     with hostile_volume(Path(directory), Behaviour(bytes_per_second=2_000_000)):
-        fit(make_trainer("air ddp", "ours", checkpoint, saves, times, logger=logger, max_steps=60))
+        fit(make_trainer("air ddp", "ours", checkpoint, saves, times, logger=logger, max_steps=max_steps))
     return Auto(saves.steps, [metrics for _, metrics in logger.metrics], checkpoint._schedule.interval_seconds)
 
 
 def test_auto_measures_a_save_early_and_then_chooses_the_interval_and_says_why(tmp_path: Path) -> None:
-    results = run_ranks(save_by_auto, 2, args=(str(tmp_path), 2.6e-4, 60.0))
+    results = run_ranks(save_by_auto, 2, args=(str(tmp_path), 2.6e-4, 60.0, 60))
     first, second = values(results)
     assert first.steps == second.steps
     assert first.steps[0] == 5  # FIRST_AUTO_SECONDS
@@ -217,7 +217,7 @@ def test_auto_measures_a_save_early_and_then_chooses_the_interval_and_says_why(t
 
 def test_auto_never_has_training_wait_for_an_upload(tmp_path: Path) -> None:
     # A failure every few milliseconds: as often as possible, which is as often as an upload takes.
-    for seen in values(run_ranks(save_by_auto, 2, args=(str(tmp_path), 1e10, 100.0))):
+    for seen in values(run_ranks(save_by_auto, 2, args=(str(tmp_path), 1e10, 100.0, 400))):
         assert len(seen.steps) > 3
         waits = [metrics["checkpoint/wait_previous_seconds"] for metrics in seen.metrics]
         assert all(wait < 0.05 for wait in waits[:-1])  # the end of training may wait for the one before

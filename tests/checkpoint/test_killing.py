@@ -8,6 +8,7 @@ The library knows nothing of these points: the hostile store has them, and a loc
 """
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -96,11 +97,16 @@ class Below:
         self._store.delete_folder(self._at(folder))
 
 
+def plain(name: str) -> str:
+    """Return the name of a shard without the token that keeps two attempts on a remote place apart."""
+    return re.sub(r"(__\d+)_[0-9a-f]{8}(_\d+\.distcp)", r"\1\2", name)
+
+
 def hostile_places(
     folder: Path, behaviour: Behaviour | None = None, on_point: Callable[[str], object] = reach
 ) -> Callable[[str], Store]:
     """Return an `open_store` in which the volume `VOLUME` is a hostile store, kept in a folder."""
-    store = HostileStore(folder, behaviour, root=VOLUME, on_point=on_point)
+    store = HostileStore(folder, behaviour, root=VOLUME, on_point=lambda point: on_point(plain(point)))
     return lambda path: Below(store, path.removeprefix(VOLUME).strip("/"))
 
 
