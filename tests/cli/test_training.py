@@ -31,6 +31,8 @@ TRAINER = """
 
 # No optimizer: the tests that need one either subclass this or have the YAML say it.
 MODEL = """
+import sys
+
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -66,8 +68,11 @@ class Model(WithoutOptimizer):
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
 
     def on_train_end(self):
-        print("trained", self.trainer.global_step, "steps with", self.trainer.strategy, "on rank",
-              self.trainer.global_rank, "of", self.trainer.world_size, flush=True)
+        trainer = self.trainer
+        place = f"on rank {trainer.global_rank} of {trainer.world_size}"
+        # In one piece: the ranks share the terminal.
+        sys.stdout.write(f"trained {trainer.global_step} steps with {trainer.strategy} {place}\n")
+        sys.stdout.flush()
 
 
 class Broken(Model):
