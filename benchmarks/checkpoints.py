@@ -87,7 +87,7 @@ class Rank:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds), result
 
-    # ---- the kinds: each returns seconds blocked, until durable, and CPU seconds of all ranks -------------------------
+    # ---- the kinds: each returns seconds blocked, until durable, and CPU seconds of all ranks ----------------------
 
     def measure(self, kind: str) -> tuple[float, float, float]:
         """Save once, and delete what was saved."""
