@@ -37,7 +37,7 @@ def test_a_thread_that_is_ending_is_no_leak() -> None:
 
 def test_a_thread_of_a_known_library_is_no_leak() -> None:
     stop = threading.Event()
-    thread = threading.Thread(target=stop.wait, name="TMonitor")
+    thread = threading.Thread(target=stop.wait, name="tqdm_monitor")
     with guards.no_leaked_threads(grace_seconds=0.0):
         thread.start()
     stop.set()

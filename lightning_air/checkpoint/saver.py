@@ -30,7 +30,10 @@ _SPARE_MEMORY_BYTES = 256 << 20
 
 
 class CheckpointFailedError(RuntimeError):
-    """A checkpoint did not reach its place; those before it are untouched."""
+    """A checkpoint did not reach its place.
+
+    Raised on every rank, once, at the next save or at the end of the run; the checkpoints before it are untouched.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

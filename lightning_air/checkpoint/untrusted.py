@@ -16,7 +16,10 @@ _MAX_SHOWN_BITS = 256
 
 
 class BadCheckpointError(ValueError):
-    """The content of a checkpoint's file cannot be used; the message names the file and what to do."""
+    """The content of a checkpoint's file cannot be used.
+
+    The message names the file and what to do: load another checkpoint, allow a type, or update this package.
+    """
 
 
 class DamagedCheckpointError(BadCheckpointError):

@@ -71,7 +71,7 @@ class Model(WithoutOptimizer):
         trainer = self.trainer
         place = f"on rank {trainer.global_rank} of {trainer.world_size}"
         # In one piece: the ranks share the terminal.
-        sys.stdout.write(f"trained {trainer.global_step} steps with {trainer.strategy} {place}\n")
+        sys.stdout.write(f"trained {trainer.global_step} steps with {trainer.strategy} {place}\\n")
         sys.stdout.flush()
 
 
