@@ -9,7 +9,15 @@ import pytest
 
 from tests.kit import guards
 from tests.kit.expected_warnings import EXPECTED_WARNINGS
+from tests.kit.long_grid import is_long
 from tests.kit.nodes import Namespace, namespaces_unavailable, network_namespaces
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to `make soak` what the large grids have too much of."""
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture(scope="session")

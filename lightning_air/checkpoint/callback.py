@@ -6,6 +6,7 @@ replacement can be read.
 """
 
 import copy
+import os
 import time
 import warnings
 from collections.abc import Generator
@@ -45,6 +46,7 @@ from lightning_air.checkpoint.suitable import (
     look_together,
 )
 from lightning_air.checkpoint.timing import SharedSchedule
+from lightning_air.checkpoint.untrusted import DamagedCheckpointError
 
 # What a killed save has left is deleted once it is so old that no save can still be under way.
 ORPHAN_AGE_SECONDS = 6 * 3600.0
@@ -112,6 +114,8 @@ class AirCheckpoint(ModelCheckpoint):
             raise ValueError(f"keep_last must be a whole number of at least 1, got {keep_last!r}.")
         if save_last not in (None, True, False, "link"):
             raise ValueError(f"save_last must be True, False or 'link', got {save_last!r}.")
+        if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
+            raise ValueError(f"dirpath must be a path or a URL, got {dirpath!r}.")
         check_seconds("failures_per_gpu_day", failures_per_gpu_day)
         check_seconds("exception_timeout", exception_timeout)
         check_filename(filename, auto_insert_metric_name=auto_insert_metric_name)
@@ -183,6 +187,7 @@ class AirCheckpoint(ModelCheckpoint):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        _begin_the_next_epoch(trainer)
         # There is nothing to save before the first step.
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = ""
@@ -481,6 +486,12 @@ class AirCheckpoint(ModelCheckpoint):
         # Whether code in it may run is for the load to say, with an error: it is no reason to begin anew.
         self._found_last = latest_checkpoint(parse_place(dirpath).root, weights_only=False, on_skip=self._pass_over)
         if self._found_last is None:
+            if self._damaged:
+                damaged = ", ".join(sorted(self._damaged))
+                raise DamagedCheckpointError(
+                    f"No checkpoint in {dirpath} is valid, so `last` cannot resume: {damaged}. "
+                    "`lightning-air checkpoints verify` says what is wrong. To begin anew, move them away."
+                )
             return set()
         return {self._found_last if self._io(trainer) is None else wrapped(self._found_last)}
 
@@ -519,6 +530,18 @@ class AirCheckpoint(ModelCheckpoint):
     def _io(self, trainer: Trainer) -> AsyncUCCheckpointIO | None:
         io = trainer.strategy.checkpoint_io
         return io if isinstance(io, AsyncUCCheckpointIO) else None
+
+
+def _begin_the_next_epoch(trainer: Trainer) -> None:
+    """Have Lightning begin an epoch as any other when the checkpoint was taken after the last batch of the one before.
+
+    It would take the new epoch for the rest of the old one: no `on_train_epoch_start`, and a count of begun epochs that
+    is one too low, so that what resumes from this run's own checkpoints trains an epoch twice (Lightning 18060, 19815).
+    """
+    loop = trainer.fit_loop
+    counts = loop.epoch_progress.current
+    if loop.restarted_mid_epoch and counts.completed == counts.ready:  # its last batch is done, and counted
+        loop.reset_restart_stage()
 
 
 def _link(pointer: str, target: str) -> None:

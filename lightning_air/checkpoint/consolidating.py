@@ -216,8 +216,8 @@ def _read_folder(path: str, wanted: _Wanted) -> dict[str, Any]:
     filling = Filling(flat, metadata, source=path)
     with _local_copies(store, sorted(filling.files), wanted.staging_dir) as path_of:
         for file in filling.files:
-            folder.verify(file, path_of(file), by_digest=True)
-        filling.read(path_of, weights_only=wanted.weights_only)
+            folder.verify_size(file, path_of(file))
+        filling.read(path_of, check=folder.compare, weights_only=wanted.weights_only)
     return put_together(flat, metadata.planner_data or {}, meta)
 
 

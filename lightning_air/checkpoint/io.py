@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from lightning_air._lightning import CheckpointIO, PathLike, rank_zero_warn
 from lightning_air.checkpoint.last_path import unwrapped
-from lightning_air.checkpoint.load_session import Like
 from lightning_air.checkpoint.loading import Loader, LoadOptions, Verify
+from lightning_air.checkpoint.matching import Into, Like
 from lightning_air.checkpoint.places import parse_place
 from lightning_air.checkpoint.publishing import Details
-from lightning_air.checkpoint.ranks import Alone, Ranks, Together, ranks_sharing
+from lightning_air.checkpoint.ranks import Alone, Ranks, Together, any_rank, ranks_sharing
 from lightning_air.checkpoint.saver import CheckpointFailedError, Saver, SaveReport
 from lightning_air.checkpoint.shelf import Shelf
 from lightning_air.checkpoint.writing import WriteOptions
@@ -81,6 +81,7 @@ class AsyncUCCheckpointIO(CheckpointIO):
         _at_least_one("max_consecutive_failures", max_consecutive_failures)
         _positive("upload_timeout", upload_timeout)
         _positive("drain_timeout", drain_timeout)
+        _one_of("overlap_copy", overlap_copy, (True, False))
         self._staging_dir = staging_area(staging_dir).path
         self._max_upload_workers = max_upload_workers
         self._verify: Verify = verify
@@ -110,12 +111,13 @@ class AsyncUCCheckpointIO(CheckpointIO):
         """
         self._sharding = sharding
         self.begin()
-        if isinstance(self._ranks, Together) and self._ranks.is_current and not self._is_abandoned:
+        must_meet = not isinstance(self._ranks, Together) or not self._ranks.is_current or self._is_abandoned
+        if not any_rank(must_meet):  # one rank may have given up a save that another saw end
             return
-        self._is_abandoned = False
         # One rank may still upload while another waits for it.
-        self._ranks = Together(2 * self._upload_timeout + 300)
-        self._sharing = ranks_sharing(self._staging_dir, self._ranks)
+        ranks = Together(2 * self._upload_timeout + 300)
+        self._sharing = ranks_sharing(self._staging_dir, ranks)
+        self._ranks, self._is_abandoned = ranks, False
 
     def begin(self) -> None:
         """Begin a run: saves are asynchronous from here to `teardown`, and synchronous after it. Any rank by itself."""
@@ -251,6 +253,7 @@ class AsyncUCCheckpointIO(CheckpointIO):
         *,
         state: dict[str, Any] | None = None,
         like: Like | None = None,
+        strict: bool = True,
     ) -> dict[str, Any]:
         """Load and verify a checkpoint, or, if it is damaged, the newest valid one beside it.
 
@@ -263,6 +266,8 @@ class AsyncUCCheckpointIO(CheckpointIO):
                 admit plain data types and tensors only.
             state: Nested tensors to fill in place, `state_dict` and `optimizer_<i>`, which are then not returned.
             like: With `state`: what further tensors are loaded into, by their last key and shape.
+            strict: With `state`: whether the weights must be the same as in `state["state_dict"]`, by name. If not,
+                those that the checkpoint lacks stay as they are.
 
         Raises:
             FileNotFoundError: If nothing is there.
@@ -286,7 +291,8 @@ class AsyncUCCheckpointIO(CheckpointIO):
             ),
             warn=rank_zero_warn,
         )
-        found, checkpoint = loader.load(parse_place(path).root, state=state, like=like, weights_only=weights_only)
+        into = None if state is None else Into(state, like, strict=strict)
+        found, checkpoint = loader.load(parse_place(path).root, into, weights_only=weights_only)
         self._shelf.protect(found)
         self.loaded_from, self.passed_over = found, set(loader.passed_over)
         return checkpoint
@@ -343,7 +349,7 @@ def _before_step(
     return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
 

@@ -1,67 +1,56 @@
-"""One attempt at loading one checkpoint, as one rank sees it: plan what it needs, verify it, read it.
+"""One attempt at loading one checkpoint, as one rank sees it: plan what it needs, then read and verify it.
 
 A folder is read by `torch.distributed.checkpoint`'s plan, whoever wrote it: we, Lightning or plain DCP. A single file
 is Lightning's `.ckpt`. Either fills a sharded state in place, or comes back whole.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree  # no public name; what torch itself walks containers with
 
 from lightning_air.checkpoint.filling import Filling, empty_like_saved
 from lightning_air.checkpoint.lightning_form import (
     META_KEY,
-    KeyPath,
-    flatten,
     is_marker,
     marked_key,
     numbers_to_names,
     put_together,
-    set_at,
     take_apart,
 )
 from lightning_air.checkpoint.manifest import OBJECTS_NAME
+from lightning_air.checkpoint.matching import COMPILED, Into, Like, State, by_name, names_by_group, put_objects, wanted
 from lightning_air.checkpoint.opened import OpenedFolder
 from lightning_air.checkpoint.places import join, name, parent
 from lightning_air.checkpoint.safe_pickle import load_object
 from lightning_air.checkpoint.store import Store
 from lightning_air.checkpoint.untrusted import DamagedCheckpointError
 
-State = dict[str, Any]
-
-# What `torch.compile` of a submodule puts into its parameters' names. A state to be filled never has it.
-_COMPILED = "_orig_mod."
-
-
-class Like(Protocol):
-    """Chooses what a tensor that is stored beside the model's is loaded into."""
-
-    def __call__(self, last_key: str, shape: tuple[int, ...], /) -> Tensor | None:
-        """Return a tensor (a shard, perhaps) to fill, or None for a whole one in host memory."""
-
 
 class Session(Protocol):
     """What a checkpoint's form has to offer for loading. The methods are called in this order, on every rank."""
 
     store: Store
-    files: set[str]
+    files: dict[str, int]  # that this rank needs, and how many bytes of each
 
     def plan(self, *, weights_only: bool | None) -> None:
         """Find out which files this rank needs."""
 
-    def verify(self, file: str, path: Path, *, by_digest: bool) -> None:
-        """Raise `DamagedCheckpointError` if a local copy of a file is not as it was written."""
+    def verify_size(self, file: str, path: Path) -> None:
+        """Raise `DamagedCheckpointError` if a local copy of a file is not as long as it was written."""
 
-    def read(self, local: Path | None, *, weights_only: bool | None) -> State:
-        """Fill the state and return the rest; from the files in this folder, or from where they are."""
+    def read(self, local: Path | None, *, checked: Collection[str] | None, weights_only: bool | None) -> State:
+        """Fill the state and return the rest; from the files in this folder, or from where they are.
+
+        Raises:
+            DamagedCheckpointError: If a file that was to be checked by its digest is not as it was written, or another
+                cannot be read. The state may be filled in part then.
+        """
 
 
 class FolderSession:
@@ -71,19 +60,15 @@ class FolderSession:
         path: Where it is.
         store: Its files.
         contents: `.metadata`, and `manifest.json` and `meta.pt` where they are there, by name.
-        state: Nested tensors to fill in place; None: all is returned.
-        like: With `state`: where further tensors go.
+        into: What to fill in place; None: all is returned.
     """
 
-    def __init__(
-        self, path: str, store: Store, contents: dict[str, bytes], state: State | None, like: Like | None
-    ) -> None:
+    def __init__(self, path: str, store: Store, contents: dict[str, bytes], into: Into | None) -> None:
         self.store = store
-        self.files: set[str] = set()
+        self.files: dict[str, int] = {}
         self._path = path
         self._contents = contents
-        self._state = state
-        self._like = like
+        self._into = into
         self._folder: OpenedFolder
         self._metadata: Metadata
         self._meta: State = {}
@@ -97,11 +82,12 @@ class FolderSession:
         if self._folder.meta is not None:
             source = join(self._path, OBJECTS_NAME)
             self._meta = load_object(self._folder.meta, source=source, weights_only=weights_only)
-        if self._state is None:
+        if self._into is None:
             self._flat = empty_like_saved(self._metadata)
         else:
-            self._metadata = _by_name(self._metadata, self._meta, self._state)
-            self._flat = {**_wanted(self._state, self._metadata.planner_data or {}), **self._extras(self._like)}
+            self._metadata = by_name(self._metadata, self._meta, self._into.state)
+            needed = wanted(self._into, self._metadata.planner_data or {}, source=self._path)
+            self._flat = {**needed, **self._extras(self._into.like)}
         self._filling = Filling(self._flat, self._metadata, source=self._path)
         self.files = self._filling.files
 
@@ -117,18 +103,22 @@ class FolderSession:
                 found[key] = empty_like_saved(Metadata({key: entry}))[key] if target is None else target
         return found
 
-    def verify(self, file: str, path: Path, *, by_digest: bool) -> None:
-        """Raise `DamagedCheckpointError` if a local copy of a file is not as it was written."""
-        self._folder.verify(file, path, by_digest=by_digest)
+    def verify_size(self, file: str, path: Path) -> None:
+        """Raise `DamagedCheckpointError` if a local copy of a file is not as long as it was written."""
+        self._folder.verify_size(file, path)
 
-    def read(self, local: Path | None, *, weights_only: bool | None) -> State:
+    def read(self, local: Path | None, *, checked: Collection[str] | None, weights_only: bool | None) -> State:
         """Fill the state and return the rest; from the files in this folder, or from where they are."""
-        path_of = self.store.path if local is None else local.joinpath
-        self._filling.read(path_of, weights_only=weights_only)
+        self._filling.read(
+            self.store.path if local is None else local.joinpath,
+            check=None if checked is None else self._folder.compare,
+            checked=checked,
+            weights_only=weights_only,
+        )
         paths = self._metadata.planner_data or {}
-        if self._state is None:
+        if self._into is None:
             return put_together(self._flat, paths, self._meta)
-        _put_objects(self._state, self._flat)
+        put_objects(self._into.state, self._flat)
         extras = {key: value for key, value in self._flat.items() if key.startswith(f"{META_KEY}.")}
         places = {key: (META_KEY, key.partition(".")[2]) for key in extras}
         return put_together(extras, places, self._meta, is_whole=False)
@@ -140,39 +130,41 @@ class FileSession:
     Args:
         path: Where it is.
         store: The folder that it is in.
-        state: Nested tensors to fill in place; None: all is returned.
+        into: What to fill in place; None: all is returned.
     """
 
-    def __init__(self, path: str, store: Store, state: State | None) -> None:
+    def __init__(self, path: str, store: Store, into: Into | None) -> None:
         self.store = store
-        self.files = {name(path)}
+        self.files = {name(path): 0}
         self._path = path
-        self._state = state
+        self._into = into
 
     def plan(self, *, weights_only: bool | None) -> None:
         """Nothing: the whole file is needed."""
 
-    def verify(self, file: str, path: Path, *, by_digest: bool) -> None:
+    def verify_size(self, file: str, path: Path) -> None:
         """Nothing: stock Lightning leaves nothing to compare with."""
 
-    def read(self, local: Path | None, *, weights_only: bool | None) -> State:
+    def read(self, local: Path | None, *, checked: Collection[str] | None, weights_only: bool | None) -> State:
         """Fill the state and return the rest."""
+        del checked
         path = self.store.path(name(self._path)) if local is None else local / name(self._path)
         with path.open("rb") as file:
             checkpoint = load_object(file, source=self._path, weights_only=weights_only)
         if not isinstance(checkpoint, dict):
             raise DamagedCheckpointError(f"{self._path} holds a {type(checkpoint).__name__} instead of a checkpoint")
-        if self._state is None:
+        if self._into is None:
             return checkpoint
+        state = self._into.state
         for index, saved in enumerate(checkpoint.get("optimizer_states", [])):
-            if f"optimizer_{index}" in self._state:
-                names = _names_by_group(self._state[f"optimizer_{index}"])
+            if f"optimizer_{index}" in state:
+                names = names_by_group(state[f"optimizer_{index}"])
                 checkpoint["optimizer_states"][index] = numbers_to_names(saved, names)
         if "state_dict" in checkpoint:
-            weights = {key.replace(_COMPILED, ""): value for key, value in checkpoint["state_dict"].items()}
+            weights = {key.replace(COMPILED, ""): value for key, value in checkpoint["state_dict"].items()}
             checkpoint["state_dict"] = weights
         form = take_apart({key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint})
-        flat = _wanted(self._state, form.paths)
+        flat = wanted(self._into, form.paths, source=self._path)
         lacking = [key for key in flat if key not in form.leaves]
         if lacking:
             raise ValueError(f"{self._path} does not hold {lacking[0]!r} and {len(lacking) - 1} more keys.")
@@ -181,17 +173,8 @@ class FileSession:
                 _copy_part(key, form.leaves[key], target)
             else:
                 flat[key] = form.leaves[key]
-        _put_objects(self._state, flat)
+        put_objects(state, flat)
         return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-
-
-def _put_objects(state: State, flat: State) -> None:
-    """Set what is no tensor in the nested state; but the parameters' names, which are the state's own."""
-    before, paths = flatten(state)
-    for key, value in flat.items():
-        is_own = key not in paths or (key.endswith(".params") and key.startswith("optimizer_"))
-        if not is_own and not isinstance(before[key], Tensor):
-            set_at(state, paths[key], value)
 
 
 def _copy_part(key: str, whole: Any, target: Tensor) -> None:
@@ -206,84 +189,10 @@ def _copy_part(key: str, whole: Any, target: Tensor) -> None:
             target.to_local().copy_(whole[box])
 
 
-def _wanted(state: State, saved: Mapping[str, KeyPath]) -> State:
-    """Return, by flat key, what of the state a checkpoint has to hold.
-
-    Not the optimizer's state of a parameter that had never been stepped when it was saved (one without gradients, or of
-    an optimizer that had not begun): its tensors become zero, as an optimizer begins. Nor options of a group that the
-    optimizer, of a newer torch, has got since.
-    """
-    leaves, paths = flatten(state)
-    parts: dict[KeyPath, list[str]] = defaultdict(list)
-    for key, path in paths.items():
-        if path[0] in state and str(path[0]).startswith("optimizer_"):
-            parts[path[:3]].append(key)
-    saved_parts = {path[:3] for path in saved.values()}
-    for part, keys in parts.items():
-        if part[1:2] == ("state",) and part not in saved_parts and (part[0], "param_groups", 0) in saved_parts:
-            for key in keys:
-                value = leaves.pop(key)
-                if isinstance(value, Tensor):
-                    (value.to_local() if isinstance(value, DTensor) else value).zero_()
-        elif part[1:2] == ("param_groups",) and part in saved_parts:
-            for key in keys:
-                if key not in saved:
-                    del leaves[key]
-    return leaves
-
-
-def _names_by_group(state: State) -> list[list[str]]:
-    return [list(group["params"]) for group in state["param_groups"]]
-
-
-def _by_name(metadata: Metadata, meta: State, state: State) -> Metadata:
-    """Rename what a checkpoint holds as the state does: without what `torch.compile` adds, and never by number.
-
-    Raises:
-        ValueError: If an optimizer's groups had other numbers of parameters.
-    """
-    paths = metadata.planner_data or {}
-    renamed: dict[str, KeyPath] = {
-        flat_key: tuple(part.replace(_COMPILED, "") if isinstance(part, str) else part for part in path)
-        for flat_key, path in paths.items()
-        if _COMPILED in flat_key
-    }
-    notes = meta.get(META_KEY, {})
-    for index, keyed_by in enumerate(notes.get("optimizers_keyed_by", [])):
-        key = f"optimizer_{index}"
-        if keyed_by == "number" and key in state:
-            by_group = _names_by_group(state[key])
-            counts = notes.get("parameters_by_group", [])[index : index + 1]
-            if counts and counts != [[len(group) for group in by_group]]:
-                raise ValueError(
-                    f"Optimizer {index} had {counts[0]} parameters in its groups when it was saved, and has "
-                    f"{[len(group) for group in by_group]} now. Give it the same groups."
-                )
-            names = [each for group in by_group for each in group]
-            for flat_key, path in paths.items():
-                if path[:2] == (key, "state") and str(path[2]).isdecimal() and int(path[2]) < len(names):
-                    renamed[flat_key] = (key, "state", names[int(path[2])], *path[3:])
-    if not renamed:
-        return metadata
-
-    def new(key: str) -> str:
-        return ".".join(map(str, renamed[key])) if key in renamed else key
-
-    return replace(
-        metadata,
-        planner_data={new(key): renamed.get(key, path) for key, path in paths.items()},
-        state_dict_metadata={new(key): entry for key, entry in metadata.state_dict_metadata.items()},
-        storage_data={
-            MetadataIndex(new(index.fqn), index.offset, index.index): info
-            for index, info in metadata.storage_data.items()
-        },
-    )
-
-
 def session_for(
-    path: str, open_store: Any, contents: dict[str, bytes] | None, state: State | None, like: Like | None
+    path: str, open_store: Callable[[str], Store], contents: dict[str, bytes] | None, into: Into | None
 ) -> Session:
     """Return the session for a folder with these contents, or for a single file if there are none."""
     if contents is None:
-        return FileSession(path, open_store(parent(path)), state)
-    return FolderSession(path, open_store(path), contents, state, like)
+        return FileSession(path, open_store(parent(path)), into)
+    return FolderSession(path, open_store(path), contents, into)

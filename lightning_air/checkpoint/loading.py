@@ -1,4 +1,7 @@
-"""Load a checkpoint on all ranks: verified before it is used, each file fetched once per node, one verdict for all.
+"""Load a checkpoint on all ranks: each file fetched and hashed once per node, as it is read, and one verdict for all.
+
+Tensors are filled before the verdict, and nothing is done with them until all ranks have it: what was filled from a
+file that proves damaged is filled again from another checkpoint, or the load fails.
 
 A checkpoint that turns out damaged is passed over for the newest valid one beside it, and the warning says which file
 was wrong and how. What must not be passed over is raised: a file that names code to run, a checkpoint of a newer
@@ -15,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_air.checkpoint.latest import SHARD_SUFFIX
-from lightning_air.checkpoint.load_session import Like, Session, State, session_for
+from lightning_air.checkpoint.load_session import Session, session_for
 from lightning_air.checkpoint.manifest import MANIFEST_NAME, OBJECTS_NAME
+from lightning_air.checkpoint.matching import Into, State
 from lightning_air.checkpoint.opened import read_small_files
 from lightning_air.checkpoint.places import join, parent
 from lightning_air.checkpoint.ranks import Ranks
@@ -81,18 +85,15 @@ class Loader:
     def load(
         self,
         path: str,
+        into: Into | None = None,
         *,
-        state: dict[str, Any] | None = None,
-        like: Like | None = None,
         weights_only: bool | None = None,
     ) -> tuple[str, dict[str, Any]]:
         """Load a checkpoint, or the newest valid one beside it. Collective: every rank calls this.
 
         Args:
             path: The same on every rank; a folder, a single file, or a pointer to one.
-            state: Nested: tensors to fill in place, `state_dict` and `optimizer_<i>`. None: all of it is returned.
-            like: With `state`: what to load other stored tensors into, by their last key and shape; None leaves a
-                tensor to be loaded whole.
+            into: What to fill in place. None: all of it is returned.
             weights_only: As for `torch.load`.
 
         Returns:
@@ -106,7 +107,7 @@ class Loader:
         problems: list[str] = []
         for candidate in self._candidates(path, problems):
             try:
-                loaded = self._load(candidate, state, like, weights_only=weights_only)
+                loaded = self._load(candidate, into, weights_only=weights_only)
             except _DamagedError as damage:
                 problems.append(str(damage))
                 self.passed_over.append(candidate)
@@ -143,6 +144,11 @@ class Loader:
     def _asked_for(self, path: str) -> list[str]:
         root = self._shelf.resolve(path)
         generations = self._shelf.generations(root)
+        if not generations and (inside := self._shelf.newest_first(root)):
+            raise ValueError(
+                f"{path} is no checkpoint, but a folder of {len(inside)}. Name one of them, such as {inside[0]}, or "
+                "resume from the newest with an AirCheckpoint on this folder and ckpt_path='last'."
+            )
         if not generations and any(_is_part(entry.name) for entry in self._shelf.open_store(root).list()):
             raise DamagedCheckpointError(
                 f"{join(root, METADATA_NAME)} is missing: its save was not finished, or it is being deleted"
@@ -156,18 +162,21 @@ class Loader:
 
     # ---- loading one -------------------------------------------------------------------------------------------------
 
-    def _load(self, path: str, state: State | None, like: Like | None, *, weights_only: bool | None) -> State:
+    def _load(self, path: str, into: Into | None, *, weights_only: bool | None) -> State:
         """Return the checkpoint. Collective; raises on every rank if it raises on one."""
         contents = self._told_by_first(lambda: read_small_files(path, self._shelf.open_store(path)))
-        session: Session = self._together(lambda: session_for(path, self._shelf.open_store, contents, state, like))
+        session: Session = self._together(lambda: session_for(path, self._shelf.open_store, contents, into))
         cache = None
         if not session.store.is_local:
             cache = self._options.cache_dir / f"lightning-air-load-{self._ranks.broadcast(uuid.uuid4().hex)}"
         try:
             self._together(lambda: session.plan(weights_only=weights_only))
-            needs = self._ranks.all_gather(sorted(session.files))
+            needs: list[dict[str, int]] = self._ranks.all_gather(session.files)
             self._together(lambda: self._fetch(session, needs, cache))
-            loaded: State = self._together(lambda: session.read(cache, weights_only=weights_only))
+            checked = None
+            if self._options.verify == "digest":
+                checked = readers_of({rank: needs[rank] for rank in self._sharing})[self._ranks.global_rank]
+            loaded: State = self._together(lambda: session.read(cache, checked=checked, weights_only=weights_only))
         finally:
             if cache is not None:
                 self._ranks.all_gather(None)  # nobody reads any more
@@ -175,8 +184,8 @@ class Loader:
                     shutil.rmtree(cache, ignore_errors=True)
         return loaded
 
-    def _fetch(self, session: Session, needs: list[list[str]], cache: Path | None) -> None:
-        """Have the files that this node needs verified, and in its cache if they are not local; each rank its part."""
+    def _fetch(self, session: Session, needs: list[dict[str, int]], cache: Path | None) -> None:
+        """Have the files that this node needs in its cache, if they are not local, and whole; each rank its part."""
         union = sorted({file for rank in self._sharing for file in needs[rank]})
         mine = union[self._sharing.index(self._ranks.global_rank) :: len(self._sharing)]
         if cache is not None:
@@ -190,7 +199,7 @@ class Loader:
         if self._options.verify != "off":
             for file in mine:
                 path = session.store.path(file) if cache is None else cache / file
-                session.verify(file, path, by_digest=self._options.verify == "digest")
+                session.verify_size(file, path)
 
     # ---- one verdict for all -----------------------------------------------------------------------------------------
 
@@ -233,6 +242,20 @@ class Loader:
         raise {"unsafe": UnsafeCheckpointError, "bad": BadCheckpointError, "value": ValueError}.get(kind, RuntimeError)(
             message
         )
+
+
+def readers_of(needs: dict[int, dict[str, int]]) -> dict[int, set[str]]:
+    """Return which rank of a node hashes which file as it reads it: one that reads the most of it, taking turns.
+
+    Args:
+        needs: Of each rank, how many bytes it needs of which file.
+    """
+    chosen: dict[int, set[str]] = {rank: set() for rank in needs}
+    for file in sorted({file for files in needs.values() for file in files}):
+        most = max(files.get(file, -1) for files in needs.values())
+        rank = min((rank for rank in needs if needs[rank].get(file, -1) == most), key=lambda rank: len(chosen[rank]))
+        chosen[rank].add(file)
+    return chosen
 
 
 def _is_part(file: str) -> bool:

@@ -9,9 +9,9 @@ from lightning_air.checkpoint.manifest import (
     MANIFEST_NAME,
     OBJECTS_NAME,
     WRITTEN_BY,
+    FileRecord,
     Manifest,
     digest_bytes,
-    digest_file,
 )
 from lightning_air.checkpoint.metadata_file import load_metadata
 from lightning_air.checkpoint.pickle_names import named_globals, runs_code
@@ -83,25 +83,38 @@ class OpenedFolder:
             raise DamagedCheckpointError(f"{join(path, MANIFEST_NAME)} is missing")
         return cls(path, metadata, manifest, contents.get(OBJECTS_NAME))
 
-    def verify(self, file: str, local: Path, *, by_digest: bool) -> None:
-        """Check a local copy of a file, or the file itself. Without a manifest there is nothing to compare with.
+    def verify_size(self, file: str, local: Path) -> None:
+        """Check the size of a local copy of a file, or of the file itself.
 
         Raises:
             DamagedCheckpointError: If it is not as it was written.
         """
         if self.manifest is None:
             return
-        record = self.manifest.files.get(file)
-        where = join(self.path, file)
-        if record is None:
-            raise DamagedCheckpointError(f"{where} is not in the manifest")
+        expected = self._expected(self.manifest, file).num_bytes
         num_bytes = local.stat().st_size
-        if num_bytes != record.num_bytes:
-            raise DamagedCheckpointError(f"{where} has {num_bytes} bytes instead of {record.num_bytes}")
-        if by_digest and (digest := digest_file(local).xxh3_128) != record.xxh3_128:
+        if num_bytes != expected:
+            raise DamagedCheckpointError(f"{join(self.path, file)} has {num_bytes} bytes instead of {expected}")
+
+    def compare(self, file: str, found: FileRecord) -> None:
+        """Check a file's digest. Without a manifest there is nothing to compare with.
+
+        Raises:
+            DamagedCheckpointError: If it is not as it was written.
+        """
+        if self.manifest is None:
+            return
+        expected = self._expected(self.manifest, file)
+        if found != expected:
             raise DamagedCheckpointError(
-                f"{where} is not as it was written: its digest is {digest} instead of {record.xxh3_128}"
+                f"{join(self.path, file)} is not as it was written: its digest is {found.xxh3_128} instead of "
+                f"{expected.xxh3_128}"
             )
+
+    def _expected(self, manifest: Manifest, file: str) -> FileRecord:
+        if file not in manifest.files:
+            raise DamagedCheckpointError(f"{join(self.path, file)} is not in the manifest")
+        return manifest.files[file]
 
 
 def _is_planted(metadata: bytes) -> bool:

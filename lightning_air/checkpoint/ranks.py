@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -88,6 +89,13 @@ class Together:
         holder = [value]
         dist.broadcast_object_list(holder, group=self._group, group_src=0)
         return holder[0]
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether the flag is set on any rank, over the process group itself. Collective: every rank calls this."""
+    count = torch.tensor(int(flag))
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    return bool(count)
 
 
 def ranks_sharing(folder: Path, ranks: Ranks) -> list[int]:

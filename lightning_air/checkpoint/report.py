@@ -8,7 +8,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_air.checkpoint.manifest import Manifest
 
 Level = Literal["size", "digest"]
-_GB = 1e9
+
+
+def bytes_text(num_bytes: int | None) -> str:
+    """Return a size in the unit that suits it: "1.23 GB"; "?" if it is not known."""
+    if num_bytes is None:
+        return "?"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:.0f} {unit}"
+    return f"{num_bytes} B"
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,6 @@ class CheckpointReport:
     def __str__(self) -> str:
         verdict = "valid" if self.valid else f"NOT valid, {len(self.problems)} problem(s)"
         step = "" if self.step is None else f", step {self.step}"
-        size = f", {self.num_files} file(s), {self.num_bytes / _GB:.3f} GB"
+        size = f", {self.num_files} file(s), {bytes_text(self.num_bytes)}"
         lines = [f"{self.path}: {verdict}{step}{size}, checked by {self.level}"]
         return "\n  ".join([*lines, *map(str, self.problems), *(f"note: {note}" for note in self.notes)])

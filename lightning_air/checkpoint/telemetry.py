@@ -20,6 +20,7 @@ seconds.
 | `checkpoint/last_committed_step` | the step of the newest published checkpoint, once there is one |
 """
 
+from lightning_air.checkpoint.report import bytes_text
 from lightning_air.checkpoint.saver import SaveReport
 
 
@@ -54,6 +55,6 @@ def metrics(report: SaveReport, *, num_failures: int, last_committed_step: int |
 def line(report: SaveReport) -> str:
     """Return one line about a published checkpoint."""
     return (
-        f"Checkpoint {report.published_path} (step {report.step}, {report.total_bytes / 1e9:.3g} GB) published "
+        f"Checkpoint {report.published_path} (step {report.step}, {bytes_text(report.total_bytes)}) published "
         f"{report.commit_lag_seconds:.1f} s after its step; training waited {report.blocking_seconds:.2f} s."
     )

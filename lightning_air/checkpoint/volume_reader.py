@@ -12,16 +12,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_air.checkpoint.filling import files_of, read_plan
+from lightning_air.checkpoint.filling import files_of
 from lightning_air.checkpoint.loading import Verify
 from lightning_air.checkpoint.opened import OpenedFolder, read_small_files
 from lightning_air.checkpoint.places import open_store, parse_place
+from lightning_air.checkpoint.shard_reading import read_plan
 from lightning_air.checkpoint.transfer import download
 from lightning_air.runtime import staging_area
 
 
 class VolumeReader(StorageReader):
-    """Load with `dcp.load`: what is used is verified before it is used, and nothing that could run code is unpickled.
+    """Load with `dcp.load`: what is used is verified as it is read, and nothing that could run code is unpickled.
 
     Each rank fetches the files that it needs, whatever the number of ranks that wrote them.
 
@@ -106,10 +107,10 @@ class VolumeReader(StorageReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Fetch and verify the files that this rank needs, and fill its tensors.
+        """Fetch the files that this rank needs, fill its tensors, and verify what they were filled with.
 
         Raises:
-            BadCheckpointError: If a file is not as it was written.
+            BadCheckpointError: If a file is not as it was written. Tensors may have been filled from it.
             OSError: If a file cannot be had.
         """
         folder = self._folder
@@ -129,8 +130,9 @@ class VolumeReader(StorageReader):
                 )
             if self._verify != "off":
                 for file in files:
-                    folder.verify(file, path_of(file), by_digest=self._verify == "digest")
-            read_plan(plan, planner, self._storage, path_of)
+                    folder.verify_size(file, path_of(file))
+            check = folder.compare if self._verify == "digest" else None
+            read_plan(plan, planner, self._storage, path_of, check=check)
         finally:
             shutil.rmtree(cache, ignore_errors=True)
         future: Future[None] = Future()

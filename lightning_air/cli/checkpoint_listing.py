@@ -22,7 +22,7 @@ from lightning_air.checkpoint.finding import Found, find_checkpoints, find_point
 from lightning_air.checkpoint.latest import Candidate
 from lightning_air.checkpoint.lightning_form import take_apart
 from lightning_air.checkpoint.reading import ask
-from lightning_air.checkpoint.report import CheckpointReport
+from lightning_air.checkpoint.report import CheckpointReport, bytes_text
 from lightning_air.checkpoint.retry import Patience
 from lightning_air.checkpoint.verify import verify_checkpoint
 
@@ -276,16 +276,6 @@ def say(line: str) -> None:
 def printable(text: str) -> str:
     """Return the text without what could do something to a terminal."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
-
-
-def bytes_text(num_bytes: int | None) -> str:
-    """Return a size in the unit that suits it: "1.23 GB"."""
-    if num_bytes is None:
-        return "?"
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:.0f} {unit}"
-    return f"{num_bytes} B"
 
 
 def age_text(created_seconds: float | None, now: float) -> str:

@@ -15,10 +15,11 @@ from lightning_air.checkpoint import retention
 from lightning_air.checkpoint.finding import Found, find_checkpoints, find_pointers, is_published
 from lightning_air.checkpoint.manifest import OBJECTS_NAME
 from lightning_air.checkpoint.places import join, name
+from lightning_air.checkpoint.report import bytes_text
 from lightning_air.checkpoint.safe_pickle import load_object
 from lightning_air.checkpoint.shelf import Shelf
 from lightning_air.checkpoint.untrusted import BadCheckpointError
-from lightning_air.cli.checkpoint_listing import Row, age_text, bytes_text, printable, row_of, say
+from lightning_air.cli.checkpoint_listing import Row, age_text, printable, row_of, say
 
 NOT_DELETED = 1
 # A checkpoint whose name was taken is published as "x@2.ckpt"; who asked for it knows it as "x.ckpt".
@@ -152,7 +153,8 @@ def _best(found: Found, newest: Row) -> list[str]:
     states = meta.get("callbacks") if isinstance(meta, dict) else None
     paths: list[object] = []
     for state in states.values() if isinstance(states, dict) else ():
-        if isinstance(state, dict):
+        # Without a monitor Lightning calls the newest one the best.
+        if isinstance(state, dict) and state.get("monitor", "?") is not None:
             best = state.get("best_k_models")
             paths += [state.get("best_model_path"), *(best if isinstance(best, dict) else ())]
     names = {name(path) for path in paths if isinstance(path, str)}

@@ -10,8 +10,9 @@ from typing import Any, Self, TextIO
 from lightning_air.checkpoint.consolidating import consolidate_checkpoint
 from lightning_air.checkpoint.finding import find_checkpoints, is_published
 from lightning_air.checkpoint.places import name, open_store, parent, parse_place
+from lightning_air.checkpoint.report import bytes_text
 from lightning_air.checkpoint.verify import verify_checkpoint
-from lightning_air.cli.checkpoint_listing import bytes_text, printable, say
+from lightning_air.cli.checkpoint_listing import printable, say
 
 LINE_SECONDS = 10.0
 """Where there is no terminal, a line says so often how far it is."""

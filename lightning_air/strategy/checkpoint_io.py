@@ -47,6 +47,7 @@ class CollectiveCheckpointIO(Protocol):
         *,
         state: dict[str, Any] | None = None,
         like: Callable[[str, tuple[int, ...]], Tensor | None] | None = None,
+        strict: bool = True,
     ) -> dict[str, Any]:
         """Load. Collective: every rank calls this.
 
@@ -58,6 +59,8 @@ class CollectiveCheckpointIO(Protocol):
                 place; optimizer states are keyed by parameter name. Then what is returned holds everything else.
             like: With `state`: given the last key and the shape of a further large tensor, the tensor to load it into,
                 or None for a whole one in host memory.
+            strict: With `state`: whether the checkpoint must hold exactly the weights of `state["state_dict"]`. If not,
+                those that it lacks stay as they are, and those that are not in the state are left out.
 
         Returns:
             The checkpoint, without what was filled in place.

@@ -4,6 +4,7 @@ Real Trainers in real ranks, under AirStrategy and Lightning's own strategies, w
 own CheckpointIO. Clocks are the test's.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,9 @@ class CountPublished(Callback):
         self.fewest = 1
 
     def on_train_batch_end(self, *_: Any) -> None:
-        now = len(list(self.folder.glob("**/.metadata"))) + sum(
-            each.is_file() for each in self.folder.glob("**/*.ckpt")
-        )
+        # `os.walk` passes over a folder that is being deleted meanwhile, where `glob` raises.
+        files = [name for _, _, names in os.walk(self.folder) for name in names]
+        now = sum(name == ".metadata" or name.endswith(".ckpt") for name in files)
         self.is_begun = getattr(self, "is_begun", False) or now > 0
         if self.is_begun:
             self.fewest = min(self.fewest, now)

@@ -136,6 +136,41 @@ def test_what_is_passed_over_is_told_with_the_file_and_what_is_wrong(strategy: s
         assert second["saved"] == [8, 12]
 
 
+def resume_where_all_are_damaged() -> tuple[str, list[str], int]:
+    fit(make_trainer("single", "ours", AirCheckpoint("run", every="4steps"), max_steps=8))
+    for each in Path("run").iterdir():
+        (each / ".metadata").write_bytes(b"cut off")
+    again = make_trainer("single", "ours", AirCheckpoint("run", every="4steps"), max_steps=12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fit(again, ckpt_path="last")
+        except BadCheckpointError as error:
+            return str(error), [str(each.message) for each in caught], again.global_step
+    raise AssertionError("it trained from the beginning")
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence() -> None:
+    ((error, warned, step),) = values(run_ranks(resume_where_all_are_damaged, 1))
+    assert step == 0
+    assert re.search(
+        r"No checkpoint in .*/run is valid, so `last` cannot resume: .*step=4\.ckpt, .*step=8\.ckpt", error
+    )
+    assert sum("Passing over a checkpoint" in each for each in warned) == 2
+
+
+def name_the_folder() -> str:
+    fit(make_trainer("single", "ours", AirCheckpoint("run", every="4steps"), max_steps=8))
+    with pytest.raises(ValueError, match="is no checkpoint, but a folder of 2") as caught:
+        fit(make_trainer("single", "ours", max_steps=12), ckpt_path="run")
+    return str(caught.value)
+
+
+def test_who_names_the_folder_of_checkpoints_is_told_what_to_name() -> None:
+    (told,) = values(run_ranks(name_the_folder, 1))
+    assert "step=8.ckpt, or resume from the newest" in told
+
+
 def resume_on_a_volume(strategy: str) -> list[dict[str, Any]]:
     return train_twice(strategy=strategy, folder="dbfs:/Volumes/main/default/ckpt/run", keep_last=1)
 

@@ -67,7 +67,9 @@ def test_whole_checkpoint_is_valid(level: Any, max_workers: int, ours: Path) -> 
     assert report.num_bytes == sum(path.stat().st_size for path in ours.iterdir() if path.name != "manifest.json")
     assert report.manifest == Manifest.from_json((ours / "manifest.json").read_bytes())
     assert report.metadata == load_metadata((ours / ".metadata").read_bytes(), source="x")
-    assert str(report).startswith(f"{ours}: valid, step 7, 5 file(s), 0.000 GB, checked by {level}")
+    assert str(report).startswith(
+        f"{ours}: valid, step 7, 5 file(s), {report.num_bytes / 1e3:.3g} kB, checked by {level}"
+    )
 
 
 def test_checkpoint_is_found_by_path_store_and_name(ours: Path) -> None:
@@ -222,7 +224,7 @@ def test_problem_says_file_expected_and_found(ours: Path) -> None:
     after = digest_file(shard)
     assert report.problems == (Problem(shard.name, "wrong digest", before.xxh3_128, after.xxh3_128),)
     assert str(report) == (
-        f"{ours}: NOT valid, 1 problem(s), step 7, 5 file(s), {report.num_bytes / 1e9:.3f} GB, checked by digest\n"
+        f"{ours}: NOT valid, 1 problem(s), step 7, 5 file(s), {report.num_bytes / 1e3:.3g} kB, checked by digest\n"
         f"  {shard.name}: wrong digest, expected {before.xxh3_128}, found {after.xxh3_128}"
     )
     shard.write_bytes(b"abc")

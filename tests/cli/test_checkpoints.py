@@ -25,8 +25,9 @@ from lightning_air import AsyncUCCheckpointIO
 from lightning_air.checkpoint.latest import latest_checkpoint, list_checkpoints
 from lightning_air.checkpoint.local_store import LocalStore
 from lightning_air.checkpoint.pointer import write_pointer
+from lightning_air.checkpoint.report import bytes_text
 from lightning_air.cli import checkpoint_reading, main
-from lightning_air.cli.checkpoint_listing import age_text, bytes_text
+from lightning_air.cli.checkpoint_listing import age_text
 from tests.checkpoint.samples import Calls, flip, save_ours, save_stock, shards, write_manifest
 from tests.kit.environment import current_environment
 from tests.kit.files_api_server import TOKEN, files_api
@@ -397,6 +398,14 @@ def test_prune_keeps_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert call("prune", tmp_path, "--keep-last", "1", "--yes") == 0
     assert names_in(tmp_path) == ["step=10.ckpt", "step=20.ckpt", "step=50.ckpt"]
     assert "among the best, as step=50.ckpt notes" in capsys.readouterr().out
+
+
+def test_prune_takes_the_newest_of_a_callback_that_monitors_nothing_for_no_best(tmp_path: Path) -> None:
+    newest_then = {"monitor": None, "best_model_path": str(tmp_path / "step=20.ckpt"), "best_k_models": {}}
+    save_run(tmp_path, 10, 20)
+    save_run(tmp_path, 30, callbacks={"AirCheckpoint": newest_then})
+    assert call("prune", tmp_path, "--keep-last", "1", "--yes") == 0
+    assert names_in(tmp_path) == ["step=30.ckpt"]
 
 
 def test_prune_takes_orphans_by_age_and_nothing_else_unless_told(tmp_path: Path) -> None:
