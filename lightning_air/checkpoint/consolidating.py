@@ -10,8 +10,6 @@ Lightning's own single-file form, optimizer states numbered, which `torch.load(w
 import io
 import logging
 import os
-import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,10 +30,10 @@ from lightning_air.checkpoint.places import join, name, open_store, parent, pars
 from lightning_air.checkpoint.reading import ask
 from lightning_air.checkpoint.retry import Patience
 from lightning_air.checkpoint.safe_pickle import load_object
+from lightning_air.checkpoint.scratch import scratch_folder
 from lightning_air.checkpoint.store import Store
 from lightning_air.checkpoint.transfer import download, upload
 from lightning_air.checkpoint.untrusted import DamagedCheckpointError
-from lightning_air.runtime import staging_area
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +229,7 @@ def _local_copies(store: Store, files: list[str], staging_dir: str | None) -> It
     if store.is_local:
         yield store.path
         return
-    with _scratch(staging_dir) as scratch:
+    with scratch_folder(staging_dir) as scratch:
         download(
             store,
             [(file, scratch / file) for file in files],
@@ -239,17 +237,6 @@ def _local_copies(store: Store, files: list[str], staging_dir: str | None) -> It
             deadline_seconds=_DEADLINE_SECONDS,
         )
         yield scratch.joinpath
-
-
-@contextmanager
-def _scratch(staging_dir: str | None) -> Iterator[Path]:
-    area = staging_area(staging_dir).path
-    area.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="lightning-air-consolidate-", dir=area))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -271,7 +258,7 @@ def _write(checkpoint: dict[str, Any], place: str, staging_dir: str | None) -> N
     if folder.is_local:
         _write_local(checkpoint, folder.path(name(place)))
         return
-    with _scratch(staging_dir) as scratch:
+    with scratch_folder(staging_dir) as scratch:
         staged = scratch / "checkpoint"
         torch.save(checkpoint, staged)
         upload(folder, [(name(place), staged)], max_workers=1, deadline_seconds=_DEADLINE_SECONDS)

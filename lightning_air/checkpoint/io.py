@@ -23,6 +23,7 @@ from lightning_air.checkpoint.places import parse_place
 from lightning_air.checkpoint.publishing import Details
 from lightning_air.checkpoint.ranks import Alone, Ranks, Together, any_rank, ranks_sharing
 from lightning_air.checkpoint.saver import CheckpointFailedError, Saver, SaveReport
+from lightning_air.checkpoint.scratch import sweep_scratch
 from lightning_air.checkpoint.shelf import Shelf
 from lightning_air.checkpoint.writing import WriteOptions
 from lightning_air.runtime import staging_area
@@ -167,6 +168,7 @@ class AsyncUCCheckpointIO(CheckpointIO):
 
     def _saver_now(self) -> Saver:
         if self._saver is None:
+            sweep_scratch(self._staging_dir)
             self._saver = Saver(
                 self._ranks,
                 WriteOptions(

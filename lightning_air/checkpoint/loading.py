@@ -26,6 +26,7 @@ from lightning_air.checkpoint.places import join, parent
 from lightning_air.checkpoint.ranks import Ranks
 from lightning_air.checkpoint.reading import ask
 from lightning_air.checkpoint.retry import Patience
+from lightning_air.checkpoint.scratch import shared_scratch
 from lightning_air.checkpoint.shelf import Shelf
 from lightning_air.checkpoint.store import METADATA_NAME
 from lightning_air.checkpoint.transfer import download
@@ -168,7 +169,7 @@ class Loader:
         session: Session = self._together(lambda: session_for(path, self._shelf.open_store, contents, into))
         cache = None
         if not session.store.is_local:
-            cache = self._options.cache_dir / f"lightning-air-load-{self._ranks.broadcast(uuid.uuid4().hex)}"
+            cache = shared_scratch(self._options.cache_dir, self._ranks.broadcast(uuid.uuid4().hex))
         try:
             self._together(lambda: session.plan(weights_only=weights_only))
             needs: list[dict[str, int]] = self._ranks.all_gather(session.files)

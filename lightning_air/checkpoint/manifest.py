@@ -189,6 +189,13 @@ class Manifest:
                 f"{source} is not as it was written: its own digest says {shown(document.get('digest'))}, its content "
                 f"has {found!r}. Load another checkpoint."
             )
+        # Only now: spelling and digest are those of every version, so that an altered digit is damage, and passed over.
+        version = content.get("format_version")
+        if type(version) is int and version > FORMAT_VERSION:
+            raise NewerCheckpointError(
+                f"{source} has format version {version}, and this version of lightning_air reads up to "
+                f"{FORMAT_VERSION}. Update lightning_air to load this checkpoint."
+            )
         return cls._from_content(content, source)
 
     @classmethod
@@ -220,13 +227,6 @@ def _parse(data: bytes, source: str) -> dict[str, Any]:
         respelt = _canonical(document)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{source} is not as it was written: it is no JSON ({error})") from error
-    # First: a newer version may spell it in another way, and digest it in another.
-    version = document.get("format_version") if isinstance(document, dict) else None
-    if type(version) is int and version > FORMAT_VERSION:
-        raise NewerCheckpointError(
-            f"{source} has format version {shown(version)}, and this version of lightning_air reads up to "
-            f"{FORMAT_VERSION}. Update lightning_air to load this checkpoint."
-        )
     if not isinstance(document, dict) or respelt != data:
         raise DamagedCheckpointError(f"{source} is not as it was written: it is spelt in another way.")
     return document

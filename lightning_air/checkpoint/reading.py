@@ -6,8 +6,6 @@ read where it lies, and once.
 
 import errno
 import itertools
-import shutil
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from lightning_air.checkpoint.retry import Patience, retry
+from lightning_air.checkpoint.scratch import scratch_folder
 from lightning_air.checkpoint.store import Store
 from lightning_air.checkpoint.transfer import download
 from lightning_air.runtime import staging_area
@@ -158,8 +157,5 @@ class Reader:
     def _folder_for_downloads(self) -> Path:
         with self._lock:
             if self._downloads is None:
-                area = staging_area(self._staging_dir).path
-                area.mkdir(parents=True, exist_ok=True)
-                self._downloads = Path(tempfile.mkdtemp(prefix="lightning-air-verify-", dir=area))
-                self._stack.callback(shutil.rmtree, self._downloads, ignore_errors=True)
+                self._downloads = self._stack.enter_context(scratch_folder(self._staging_dir))
             return self._downloads

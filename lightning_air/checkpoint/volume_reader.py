@@ -1,8 +1,7 @@
 """`VolumeReader`: what `torch.distributed.checkpoint` needs to load from volumes, object stores and local folders."""
 
 import os
-import shutil
-import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_air.checkpoint.filling import files_of
 from lightning_air.checkpoint.loading import Verify
 from lightning_air.checkpoint.opened import OpenedFolder, read_small_files
 from lightning_air.checkpoint.places import open_store, parse_place
+from lightning_air.checkpoint.scratch import scratch_folder
 from lightning_air.checkpoint.shard_reading import read_plan
 from lightning_air.checkpoint.transfer import download
 from lightning_air.runtime import staging_area
@@ -117,27 +117,34 @@ class VolumeReader(StorageReader):
         assert folder is not None, "read_metadata comes first"
         store = open_store(self.checkpoint_id)
         files = sorted(files_of(plan, self._storage))
-        cache = self._staging_dir / f"lightning-air-load-{uuid.uuid4().hex}"
-        path_of = store.path if store.is_local else cache.joinpath
-        try:
-            if not store.is_local:
-                cache.mkdir(parents=True)
+        if store.is_local:
+            self._read(folder, files, store.path, plan, planner)
+        else:
+            with scratch_folder(self._staging_dir) as cache:
                 download(
                     store,
                     [(file, cache / file) for file in files],
                     max_workers=self._max_download_workers,
                     deadline_seconds=self._download_timeout,
                 )
-            if self._verify != "off":
-                for file in files:
-                    folder.verify_size(file, path_of(file))
-            check = folder.compare if self._verify == "digest" else None
-            read_plan(plan, planner, self._storage, path_of, check=check)
-        finally:
-            shutil.rmtree(cache, ignore_errors=True)
+                self._read(folder, files, cache.joinpath, plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read(
+        self,
+        folder: OpenedFolder,
+        files: list[str],
+        path_of: Callable[[str], Path],
+        plan: LoadPlan,
+        planner: LoadPlanner,
+    ) -> None:
+        if self._verify != "off":
+            for file in files:
+                folder.verify_size(file, path_of(file))
+        check = folder.compare if self._verify == "digest" else None
+        read_plan(plan, planner, self._storage, path_of, check=check)
 
     @classmethod
     @override

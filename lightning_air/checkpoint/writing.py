@@ -5,9 +5,7 @@ uploaded, a few at a time, so that a disk smaller than the share is enough.
 """
 
 import shutil
-import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from pathlib import Path
 from lightning_air.checkpoint.crew import do_all
 from lightning_air.checkpoint.local_store import make_folder
 from lightning_air.checkpoint.retry import Patience
+from lightning_air.checkpoint.scratch import scratch_folder
 from lightning_air.checkpoint.shard_file import Item, WrittenFile, write_shard_file
 from lightning_air.checkpoint.store import Store
 from lightning_air.checkpoint.transfer import upload
@@ -91,25 +90,22 @@ def write_share(store: Store, items: Sequence[Item], prefix: str, options: Write
             raise
         share.stats.write_seconds = time.monotonic() - started
         return share
-    scratch = Path(options.staging_dir or tempfile.gettempdir()) / f"lightning-air-{uuid.uuid4().hex}"
-    scratch.mkdir(parents=True)
-    try:
-        staged: list[Path] = []
-        for index, group in enumerate(_files(items, options.file_bytes)):
-            if staged and (len(staged) >= options.max_upload_workers or not _has_room(scratch, group, options)):
+    with scratch_folder(options.staging_dir) as scratch:
+        try:
+            staged: list[Path] = []
+            for index, group in enumerate(_files(items, options.file_bytes)):
+                if staged and (len(staged) >= options.max_upload_workers or not _has_room(scratch, group, options)):
+                    _send(store, staged, share.stats, options, options.deadline_seconds - (time.monotonic() - started))
+                path = scratch / f"{prefix}{index}.distcp"
+                begun = time.monotonic()
+                _record(share, write_shard_file(path, path.name, group))
+                share.stats.write_seconds += time.monotonic() - begun
+                staged.append(path)
+            if staged:
                 _send(store, staged, share.stats, options, options.deadline_seconds - (time.monotonic() - started))
-            path = scratch / f"{prefix}{index}.distcp"
-            begun = time.monotonic()
-            _record(share, write_shard_file(path, path.name, group))
-            share.stats.write_seconds += time.monotonic() - begun
-            staged.append(path)
-        if staged:
-            _send(store, staged, share.stats, options, options.deadline_seconds - (time.monotonic() - started))
-    except BaseException:
-        discard(store, [file.name for file in share.files])
-        raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        except BaseException:
+            discard(store, [file.name for file in share.files])
+            raise
     return share
 
 

@@ -176,15 +176,17 @@ def test_writer_is_told_of_a_wrong_value(change: dict[str, Any]) -> None:
 
 
 def test_newer_format_is_refused_by_number() -> None:
+    data = spelt(json.loads(small().to_json()) | {"format_version": 2, "anything": [1]})
     with pytest.raises(NewerCheckpointError, match=r"m has format version 2, .* up to 1\. Update lightning_air"):
-        Manifest.from_json(b'{"format_version": 2, "anything": [1]}', source="m")
+        Manifest.from_json(data, source="m")
 
 
-def test_newer_format_is_refused_whatever_its_digest() -> None:
-    document = json.loads(small().to_json()) | {"format_version": 2}
-    data = json.dumps(document, sort_keys=True, indent=1).encode()
-    with pytest.raises(NewerCheckpointError, match="format version 2"):
-        Manifest.from_json(data)
+def test_an_altered_version_is_damage_and_no_newer_format() -> None:
+    data = small().to_json()
+    for digit in b"2357":
+        altered = data.replace(b'"format_version": 1', b'"format_version": ' + bytes([digit]))
+        with pytest.raises(DamagedCheckpointError, match="is not as it was written"):
+            Manifest.from_json(altered)
 
 
 def test_unknown_keys_are_covered_by_the_digest_and_then_ignored() -> None:

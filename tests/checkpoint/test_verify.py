@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_air import runtime
-from lightning_air.checkpoint import reading
+from lightning_air.checkpoint import reading, scratch
 from lightning_air.checkpoint.latest import latest_checkpoint, list_checkpoints
 from lightning_air.checkpoint.local_store import LocalStore
 from lightning_air.checkpoint.manifest import FileRecord, Manifest, digest_file
@@ -35,6 +35,7 @@ from tests.checkpoint.samples import (
     shards,
     write_manifest,
 )
+from tests.checkpoint.test_manifest import spelt
 
 GOOD = {"max_workers": 1}
 
@@ -264,7 +265,7 @@ def test_manifest_that_is_damaged_or_newer_is_a_problem(ours: Path) -> None:
     path = ours / "manifest.json"
     path.write_bytes(path.read_bytes()[:-5])
     assert found(verify_checkpoint(ours)) == [("manifest.json", "damaged")]
-    path.write_bytes(b'{"format_version": 9}')
+    path.write_bytes(spelt({"format_version": 9}))
     (problem,) = verify_checkpoint(ours).problems
     assert "format version 9" in str(problem)
 
@@ -522,7 +523,8 @@ def test_staging_disk_that_is_full_says_nothing_about_the_checkpoint(
 def test_no_more_files_are_staged_than_fit(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = max(path.stat().st_size for path in ours.iterdir())
     area = runtime.StagingArea(path=ours.parent / "staging", free_bytes=2 * largest)
-    monkeypatch.setattr(reading, "staging_area", lambda _: area)
+    for module in (reading, scratch):
+        monkeypatch.setattr(module, "staging_area", lambda _: area)
     store = RemoteStore(ours)
     most = 0
 
