@@ -1,5 +1,7 @@
 """Five parts for training Lightning models on Databricks AI Runtime, a laptop, torchrun or SLURM."""
 
+import typing as _typing
+
 from lightning_air._version import __version__
 from lightning_air.checkpoint import (
     AirCheckpoint,
@@ -15,8 +17,12 @@ from lightning_air.checkpoint import (
 )
 from lightning_air.strategy import AirStrategy
 
+if _typing.TYPE_CHECKING:
+    from lightning_air.tracking import AirMLflowLogger
+
 __all__ = [
     "AirCheckpoint",
+    "AirMLflowLogger",
     "AirStrategy",
     "AsyncUCCheckpointIO",
     "BadCheckpointError",
@@ -29,3 +35,12 @@ __all__ = [
     "open_checkpoint",
     "verify_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Import what needs MLflow when it is asked for: that takes a second, and checkpoints need none of it."""
+    if name == "AirMLflowLogger":
+        from lightning_air.tracking import AirMLflowLogger  # noqa: PLC0415
+
+        return AirMLflowLogger
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,17 +9,19 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 # Private: moves optimizer state to the device, which the stock strategies do at the end of `setup`.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 # Private: the type of a path in the signatures that we override.
 from lightning.fabric.utilities.types import _PATH as PathLike  # noqa: N811
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loggers import Logger, MLFlowLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -50,6 +52,8 @@ __all__ = [
     "LightningCLI",
     "LightningEnvironment",
     "LightningModule",
+    "Logger",
+    "MLFlowLogger",
     "MisconfigurationException",
     "ModelCheckpoint",
     "ModelParallelStrategy",
@@ -66,9 +70,12 @@ __all__ = [
     "WeightAveraging",
     "all_parts",
     "is_overridden",
+    "loaded_checkpoint",
     "optimizers_to_device",
     "other_package_hint",
+    "rank_zero_experiment",
     "rank_zero_info",
+    "rank_zero_only",
     "rank_zero_warn",
     "refuse_other_package",
     "to_uncompiled",
@@ -116,6 +123,15 @@ def other_package_hint() -> str:
     if "pytorch_lightning" not in sys.modules:
         return ""
     return ": a strategy of the package `lightning`, which a Trainer of `pytorch_lightning` cannot run"
+
+
+def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Return what a Trainer is resuming from, from when it has read it until training begins; {} otherwise.
+
+    Private, for want of a public way: a logger has no hook in which it is given.
+    """
+    loaded: dict[str, Any] = trainer._checkpoint_connector._loaded_checkpoint  # noqa: SLF001
+    return loaded
 
 
 def all_parts(trainer: Trainer) -> list[Any]:

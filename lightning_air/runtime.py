@@ -68,6 +68,7 @@ class Platform:
         notebook_path: DATABRICKS_NOTEBOOK_PATH, which the caller may set: the platform tells it through dbutils only.
         mlflow_run_id: The run to adopt.
         mlflow_experiment_name: Absolute workspace path or plain name.
+        mlflow_experiment_id: `mlflow.set_experiment()` leaves it here, too.
         mlflow_tracking_uri: As MLflow reads it.
         job_run_id: The job run behind serverless GPUs, as MLflow reads it; retries share it.
         code_source_path: Where `databricks air run` unpacked the code.
@@ -81,10 +82,23 @@ class Platform:
     notebook_path: str | None
     mlflow_run_id: str | None
     mlflow_experiment_name: str | None
+    mlflow_experiment_id: str | None
     mlflow_tracking_uri: str | None
     job_run_id: str | None
     code_source_path: str | None
     hyperparameters_path: str | None
+
+
+class JobRun(NamedTuple):
+    """What a scheduler calls one submission, which its retries share.
+
+    Attributes:
+        scheduler: Who starts it again.
+        id: The scheduler's own name for it.
+    """
+
+    scheduler: Literal["databricks", "slurm", "torchrun"]
+    id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +167,29 @@ def detect_platform(environ: Mapping[str, str] | None = None) -> Platform:
         notebook_path=env.text("DATABRICKS_NOTEBOOK_PATH"),
         mlflow_run_id=env.text("MLFLOW_RUN_ID") or run_id_at_import or None,
         mlflow_experiment_name=env.text("MLFLOW_EXPERIMENT_NAME"),
+        mlflow_experiment_id=env.text("MLFLOW_EXPERIMENT_ID"),
         mlflow_tracking_uri=env.text("MLFLOW_TRACKING_URI"),
         job_run_id=env.text("SERVERLESS_GPU_COMPUTE_ASSOCIATED_JOB_RUN_ID"),
         code_source_path=env.text("CODE_SOURCE_PATH"),
         hyperparameters_path=env.text("HYPERPARAMETERS_PATH"),
     )
+
+
+def detect_job_run(environ: Mapping[str, str] | None = None) -> JobRun | None:
+    """Tell which submission this process belongs to, if anything starts it again under the same name.
+
+    The outermost scheduler wins. A SLURM job is named without its step, since a batch script may repeat its `srun`.
+
+    Args:
+        environ: The environment; None is `os.environ`.
+    """
+    env = _Environment(os.environ if environ is None else environ)
+    if databricks := env.text("SERVERLESS_GPU_COMPUTE_ASSOCIATED_JOB_RUN_ID"):
+        return JobRun("databricks", databricks)
+    if slurm := env.text("SLURM_JOB_ID"):
+        return JobRun("slurm", slurm)
+    torchrun = env.text("TORCHELASTIC_RUN_ID")
+    return JobRun("torchrun", torchrun) if torchrun and torchrun != "none" else None  # "none" is torchrun's default
 
 
 def staging_area(path: str | Path | None = None) -> StagingArea:

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 import lightning_air
 from lightning_air import runtime
-from lightning_air.runtime import Launch, LaunchKind, Platform, detect_launch, detect_platform, staging_area
+from lightning_air.runtime import (
+    JobRun,
+    Launch,
+    LaunchKind,
+    Platform,
+    detect_job_run,
+    detect_launch,
+    detect_platform,
+    staging_area,
+)
 
 Environ = dict[str, str]
 
@@ -425,6 +434,7 @@ PLATFORMS: dict[str, tuple[Environ, Platform]] = {
             hyperparameters_path="/code/parameters.yaml",
         ),
     ),
+    "after mlflow.set_experiment": ({"MLFLOW_EXPERIMENT_ID": "12"}, platform(mlflow_experiment_id="12")),
     "user": ({"DATABRICKS_USERNAME": "a@b.example"}, platform(user="a@b.example")),
     "user without e-mail": ({"DATABRICKS_USERNAME": "token"}, platform()),
     "notebook": ({"DATABRICKS_NOTEBOOK_PATH": "/Users/a/n"}, platform(notebook_path="/Users/a/n")),
@@ -449,6 +459,26 @@ def test_platform(environ: Environ, expected: Platform) -> None:
 )
 def test_workspace_url_is_https_without_a_slash(host: str) -> None:
     assert detect_platform({"DATABRICKS_HOST": host}).workspace_url == "https://a.example"
+
+
+DATABRICKS_JOB = {"SERVERLESS_GPU_COMPUTE_ASSOCIATED_JOB_RUN_ID": "77"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": " "}, None),
+        (DATABRICKS_JOB, JobRun("databricks", "77")),
+        ({"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "3"}, JobRun("slurm", "4711")),
+        (torchrun_process([1], 0, 0), None),
+        (torchrun_process([1], 0, 0, TORCHELASTIC_RUN_ID="a1"), JobRun("torchrun", "a1")),
+        (torchrun_process([1], 0, 0, TORCHELASTIC_RUN_ID="a1", SLURM_JOB_ID="4711"), JobRun("slurm", "4711")),
+        (torchrun_process([1], 0, 0, TORCHELASTIC_RUN_ID="a1") | DATABRICKS_JOB, JobRun("databricks", "77")),
+    ],
+)
+def test_job_run_is_the_outermost_submission(environ: Environ, expected: JobRun | None) -> None:
+    assert detect_job_run(environ) == expected
 
 
 def fresh_runtime() -> ModuleType:

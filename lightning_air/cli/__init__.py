@@ -51,6 +51,7 @@ SUBCOMMANDS = {
     "validate": _training("evaluate a model on the validation data"),
     "test": _training("evaluate a model on the test data"),
     "predict": _training("let a model predict"),
+    "replay": Subcommand("send the metrics that a killed run has left to MLflow", "lightning_air.cli.replay"),
     "checkpoints": Subcommand(
         "list, show, verify, consolidate or prune checkpoints, wherever they lie", "lightning_air.cli.checkpoints"
     ),

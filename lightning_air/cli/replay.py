@@ -1,0 +1,68 @@
+"""`lightning-air replay`: send the metrics that a killed training has left to its MLflow run, each point once.
+
+The folder is the one that the warning at the end of training names, `spool_dir/<run id>`, or the one above it with the
+folders of several runs.
+"""
+
+import argparse
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlflow.exceptions import MlflowException
+
+from lightning_air.tracking.folder_lock import SpoolInUseError
+from lightning_air.tracking.leftovers import send_left, spools_in
+from lightning_air.tracking.warn_once import WarnOnce
+
+_WRONG_USAGE = 2
+_NOT_COMPLETE = 1
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Send what is left, and return 0 if nothing is left any more, 1 if something is, 2 for wrong arguments."""
+    options = _parser().parse_args(arguments[1:])
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    folders = spools_in(options.folder)
+    if not folders:
+        sys.stderr.write(
+            f"lightning-air replay: {options.folder} holds no metrics that are not sent. Name a run's folder, "
+            "spool_dir/<run id>, or the spool_dir.\n"
+        )
+        return _WRONG_USAGE
+    return max([_send(folder, options) for folder in folders])
+
+
+def _send(folder: Path, options: argparse.Namespace) -> int:
+    try:
+        result = send_left(
+            folder,
+            tracking_uri=options.tracking_uri,
+            deadline_seconds=options.timeout,
+            warn=WarnOnce(lambda text: sys.stderr.write(f"{text}\n")),
+        )
+    except (SpoolInUseError, ValueError, OSError, MlflowException) as error:
+        sys.stderr.write(f"{folder}: {error}\n")
+        return _NOT_COMPLETE
+    sent, aside = result.stats.num_sent, result.stats.num_set_aside
+    left = "" if result.is_complete else "; the rest stays, since the server did not take it in time"
+    refused = f", {aside} refused (see {folder}/set_aside.jsonl)" if aside else ""
+    sys.stdout.write(f"{folder}: {sent} points of the run {result.run_id} are on the server{refused}{left}\n")
+    return 0 if result.is_complete else _NOT_COMPLETE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-air replay", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of a run's metrics, or the one above it")
+    parser.add_argument("--tracking-uri", help="the server; by default the one that the metrics were meant for")
+    parser.add_argument("--timeout", type=_seconds, default=math.inf, metavar="SECONDS", help="give up after so long")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
+    return seconds

@@ -1,0 +1,92 @@
+"""The callback that goes with the logger: what Lightning tells callbacks and not loggers.
+
+The logger adds it to the Trainer. It has no state of its own in checkpoints (a Trainer without the logger would ask for
+it); what a later attempt needs to know lies beside, under a key of our own.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_air._lightning import Callback, LightningModule, Trainer
+
+if TYPE_CHECKING:
+    from lightning_air.tracking.logger import AirMLflowLogger
+
+CHECKPOINT_KEY = "lightning_air_tracking"
+
+
+def state_of(checkpoint: Mapping[str, Any], tracking_uri: str) -> Mapping[str, Any] | None:
+    """Return what a logger to this server has left in a checkpoint; None if there is nothing."""
+    states = checkpoint.get(CHECKPOINT_KEY)
+    found = states.get(tracking_uri) if isinstance(states, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+class RunCompanion(Callback):
+    """Tells a logger what happens to its Trainer.
+
+    Args:
+        logger: On every rank; only rank 0's has an open run.
+    """
+
+    def __init__(self, logger: "AirMLflowLogger") -> None:
+        self.logger = logger
+
+    @classmethod
+    def join(cls, trainer: Trainer, logger: "AirMLflowLogger") -> None:
+        """Add the logger's companion to a Trainer, unless it is there."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by Trainer's callback connector
+        if not any(isinstance(each, cls) and each.logger is logger for each in callbacks):
+            callbacks.insert(0, cls(logger))  # before checkpoints: they must stay last
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}{id(self.logger)}"  # there may be two loggers, and nothing is stored by it
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Open the run where the strategy loads only after the logger has met the Trainer. Every rank calls this."""
+        self.logger.open_together(trainer, checkpoint)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ensure_open(trainer)
+        if self.logger.session is not None:
+            self.logger.session.begin_training(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._ensure_open(trainer)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ensure_open(trainer)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ensure_open(trainer)
+
+    def _ensure_open(self, trainer: Trainer) -> None:
+        """Open the run if no checkpoint did. Every rank comes here at the same point."""
+        if not self.logger.has_met:
+            self.logger.open_together(trainer, {})
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.logger.session is not None and not trainer.sanity_checking:
+            self.logger.session.flush(0)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Leave what a later attempt needs: the run, its budget, and what the server has not taken yet."""
+        if self.logger.session is not None:
+            states = checkpoint.setdefault(CHECKPOINT_KEY, {})
+            states[self.logger.session.tracking_uri] = self.logger.session.state(trainer.global_step)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.logger.note_exception(exception)

@@ -1,0 +1,249 @@
+"""The writer's work, without its thread: take records, thin them, send the points, and note how far it got.
+
+Records are taken in chunks. A chunk ends between two records, with about as many points as fit in one request, and
+nothing more is read before the server has acknowledged it. So an outage of any length costs no memory, and what is
+saved afterwards, the position and the thinner's snapshot there, is one moment: after a crash, the records behind it
+give the same points again, and those that the server had got already it keeps once.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from lightning_air.tracking.batches import MAX_POINTS
+from lightning_air.tracking.ledger import Ledger
+from lightning_air.tracking.points import Point, Record
+from lightning_air.tracking.progress import Progress
+from lightning_air.tracking.segments import Position
+from lightning_air.tracking.sending import Outcome, Sender
+from lightning_air.tracking.warn_once import Warn
+
+_RECORDS_AT_ONCE = 100
+
+
+class Thinner(Protocol):
+    """Turns records into points; a deterministic function of its snapshot and the records."""
+
+    def add(self, record: Record) -> list[Point]:
+        """Take a record, and return the points that are complete by it."""
+
+    def flush(self) -> list[Point]:
+        """Return the points of all that is not complete, as at the end of a run."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return its whole state, as JSON can have it."""
+
+
+ThinnerT = TypeVar("ThinnerT", bound=Thinner)
+
+
+class Source(Protocol):
+    """Where records come from: a spool, or what one has left."""
+
+    def read(self, position: Position, max_records: int) -> list[tuple[Position, Record]]:
+        """Return the records after a position, each with the position after it."""
+
+    def count_left(self, position: Position) -> int:
+        """Return how many records an earlier process has left after a position."""
+
+    def prepare(self) -> None:
+        """Make room ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Generic[ThinnerT]):
+    """How points are delivered.
+
+    Attributes:
+        before_send: Told how many points of this spool will have been sent, before they are. What it raises is an
+            outage: nothing is sent before it has returned.
+        observe: Given the thinner after it has got records, on the writer's thread.
+        flush_seconds: A point waits no longer for others to share its request.
+    """
+
+    before_send: Callable[[int], object]
+    observe: Callable[[ThinnerT], object]
+    flush_seconds: float
+
+
+class Delivery(Generic[ThinnerT]):
+    """Carries the records of one source to the server, chunk by chunk. One thread's.
+
+    Args:
+        source: Of records.
+        thinner: As it was at the progress' position.
+        sender: To the server.
+        ledger: Where it is noted how far it got.
+        progress: Where to begin.
+        options: How.
+        warn: Told of trouble.
+        clock: The time in seconds.
+
+    Attributes:
+        progress: What is acknowledged, and noted in the folder.
+        num_thinned_since: Values taken since, less the points made of them.
+        num_left: Records that an earlier process had left.
+        num_read: Records taken.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        thinner: ThinnerT,
+        sender: Sender,
+        ledger: Ledger,
+        progress: Progress,
+        *,
+        options: Options[ThinnerT],
+        warn: Warn,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.progress = progress
+        self.num_thinned_since = self.num_left = self.num_read = 0
+        self._source = source
+        self._thinner = thinner
+        self._sender = sender
+        self._ledger = ledger
+        self._options = options
+        self._warn = warn
+        self._clock = clock
+        self._calls: deque[Callable[[ThinnerT], object]] = deque()
+        # The chunk: what was taken since the progress.
+        self._position = progress.position
+        self._points: list[Point] = []
+        self._begun_seconds: float | None = None
+        self._unread: deque[tuple[Position, Record]] = deque()
+        self._sent_in_part = Outcome()
+        self._most_points = 0
+
+    @property
+    def num_sent_in_part(self) -> int:
+        """Points acknowledged since the progress, of a chunk that is not through."""
+        return self._sent_in_part.num_done - len(self._sent_in_part.set_aside)
+
+    @property
+    def num_pending_points(self) -> int:
+        """Points made but not acknowledged."""
+        return len(self._points)
+
+    def ask(self, call: Callable[[ThinnerT], object]) -> None:
+        """Have the thinner changed before the next chunk. Any thread's."""
+        self._calls.append(call)
+
+    def begin(self) -> None:
+        """Look at what is there. Before the first turn."""
+        self.num_left = self._source.count_left(self._position)
+        if self.progress.thinner is None:
+            self._save(replace(self.progress, thinner=self._thinner.snapshot()))
+
+    def turn(self, *, is_last: bool, is_asked: bool) -> bool:
+        """Take the records that are there, and send what is due.
+
+        Args:
+            is_last: No records follow: the thinner is flushed too.
+            is_asked: Everything is due.
+
+        Returns:
+            False if something is due and could not be sent in time.
+        """
+        is_full = True
+        while is_full:
+            self._source.prepare()
+            is_full = self._collect()
+            if is_last and not is_full:
+                self._flush_thinner()
+            if not (is_full or is_last or is_asked or self._calls or self._is_due()):
+                break
+            if not self._commit():
+                return False
+            while self._calls:
+                self._change(self._calls.popleft())
+        return True
+
+    def _is_due(self) -> bool:
+        begun = self._begun_seconds
+        return begun is not None and self._clock() - begun >= self._options.flush_seconds
+
+    def _collect(self) -> bool:
+        """Take records until the chunk is full or due, and return True; or until there are no more: then False."""
+        num_read, is_full = self.num_read, True
+        while not (self._points and len(self._points) + self._most_points > MAX_POINTS):
+            if not self._unread:
+                if self.num_read > num_read and self._is_due():
+                    break
+                self._unread.extend(self._source.read(self._position, _RECORDS_AT_ONCE))
+                if not self._unread:
+                    is_full = False
+                    break
+                time.sleep(0.0001)  # lets training have the GIL, for which it would otherwise wait up to 5 ms
+            self._take(*self._unread.popleft())
+        if self.num_read > num_read:
+            self._observe()
+        return is_full
+
+    def _take(self, position: Position, record: Record) -> None:
+        if self._begun_seconds is None:
+            self._begun_seconds = self._clock()
+        self._position = position
+        self.num_read += 1
+        try:
+            points = self._thinner.add(record)
+        except Exception as error:  # noqa: BLE001 - it would fail the next time too
+            self._warn(f"thinner {type(error).__name__}", f"A record of step {record.step} is left out: {error!r}.")
+            return
+        self._points += points
+        self._most_points = max(self._most_points, len(points))
+        self.num_thinned_since += len(record.values) - len(points)
+
+    def _flush_thinner(self) -> None:
+        points = self._thinner.flush()
+        self._points += points
+        self.num_thinned_since -= len(points)
+        self._observe()
+
+    def _observe(self) -> None:
+        try:
+            self._options.observe(self._thinner)
+        except Exception as error:  # noqa: BLE001 - whoever observes must not stop it
+            self._warn(f"observer {type(error).__name__}", f"An observer of the metrics failed: {error!r}.")
+
+    def _change(self, call: Callable[[ThinnerT], object]) -> None:
+        try:
+            call(self._thinner)
+        except Exception as error:  # noqa: BLE001
+            self._warn(f"change {type(error).__name__}", f"The thinning of metrics cannot be changed: {error!r}.")
+        self._save(replace(self.progress, thinner=self._thinner.snapshot()))
+
+    def _commit(self) -> bool:
+        """Send the chunk, and note that it is acknowledged; return False if there was no more time."""
+        if not self._send():
+            return False
+        progress, sent = self.progress, self._sent_in_part
+        if sent.num_done or self._position != progress.position:
+            self._ledger.note_set_aside(sent.set_aside)
+            self._save(
+                Progress(
+                    position=self._position,
+                    thinner=self._thinner.snapshot(),
+                    num_sent=progress.num_sent + self.num_sent_in_part,
+                    num_set_aside=progress.num_set_aside + len(sent.set_aside),
+                    num_thinned=progress.num_thinned + self.num_thinned_since,
+                )
+            )
+        self._sent_in_part, self.num_thinned_since, self._begun_seconds = Outcome(), 0, None
+        return True
+
+    def _send(self) -> bool:
+        if self._points:
+            total = self.progress.num_sent + self.num_sent_in_part + len(self._points)
+            outcome = self._sender.send(self._points, before=lambda: self._options.before_send(total))
+            self._sent_in_part.num_done += outcome.num_done
+            self._sent_in_part.set_aside += outcome.set_aside
+            self._points = self._points[outcome.num_done :]
+        return not self._points
+
+    def _save(self, progress: Progress) -> None:
+        self.progress = progress
+        self._ledger.save(progress)

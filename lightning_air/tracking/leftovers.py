@@ -1,0 +1,119 @@
+"""Send what earlier attempts have left: in the spool's folder on this machine, and in the checkpoint resumed from."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from lightning_air.tracking.charging import MARK_TAG, Charge, mark_of
+from lightning_air.tracking.door import open_door
+from lightning_air.tracking.folder_lock import SpoolInUseError
+from lightning_air.tracking.progress import load_progress
+from lightning_air.tracking.replaying import ReplayResult, replay
+from lightning_air.tracking.spool import Spool
+from lightning_air.tracking.spool_folder import RUN_NAME, read_run_info
+from lightning_air.tracking.tracker import Tail, lay_down, restore_thinner, spent_elsewhere
+from lightning_air.tracking.warn_once import Warn
+
+# Of one run; a server that is away then is away for this attempt's own points too.
+_DEADLINE_SECONDS = 600.0
+
+
+def send_leftovers(
+    spool_dir: Path,
+    tracking_uri: str,
+    *,
+    but: str,
+    tail: tuple[str, Tail] | None,
+    warn: Warn,
+    say: Callable[[str], object],
+) -> None:
+    """Send the records of other runs that have a spool here. On the background thread.
+
+    Args:
+        spool_dir: Where runs have their spools, each a folder named by its run.
+        tracking_uri: Of the server; what is for another server is left alone.
+        but: The run that is open now.
+        tail: The run that the checkpoint was saved in, and what the server had not taken then; what is on this
+            machine of that run holds more, and is sent instead.
+        warn: Told of trouble.
+        say: Told what was sent.
+    """
+    if tail is not None and tail[1].records:
+        try:
+            _lay_down(spool_dir / tail[0], tracking_uri, *tail, warn=warn)
+        except SpoolInUseError:
+            pass  # another training on this machine, which sends it
+        except OSError as error:
+            warn("tail", f"Metrics of the run {tail[0]} that its server had not taken cannot be sent: {error}")
+    for folder in spools_in(spool_dir):
+        if folder.name == but:
+            continue
+        try:
+            if read_run_info(folder).tracking_uri != tracking_uri:
+                continue
+            result = send_left(folder, deadline_seconds=_DEADLINE_SECONDS, warn=warn)
+        except SpoolInUseError:
+            continue  # another training on this machine
+        except (ValueError, OSError, MlflowException) as error:
+            warn(f"leftovers {folder}", f"Metrics in {folder}, left by an earlier attempt, are not sent: {error}")
+            continue
+        what = "all" if result.is_complete else "some"
+        say(f"Metrics that an earlier attempt had not sent: {what} have reached the run {result.run_id} now.")
+
+
+def spools_in(folder: Path) -> list[Path]:
+    """Return the folder itself if it is a run's spool, else those directly in it."""
+    candidates = [folder, *(sorted(folder.iterdir()) if folder.is_dir() else ())]
+    found = [each for each in candidates if (each / RUN_NAME).is_file()]
+    return found[:1] if found[:1] == [folder] else found
+
+
+def send_left(
+    folder: Path, *, tracking_uri: str | None = None, deadline_seconds: float = math.inf, warn: Warn | None = None
+) -> ReplayResult:
+    """Send what is left in one run's spool, within the budget that the run keeps.
+
+    Args:
+        folder: The spool.
+        tracking_uri: None for the server that the records were meant for.
+        deadline_seconds: What is not sent by then stays.
+        warn: Told of trouble.
+
+    Raises:
+        SpoolInUseError: A process is still using it.
+        ValueError: It is no spool.
+        OSError: It cannot be read.
+        MlflowException: The server does not know the run, or cannot be asked.
+    """
+    info = read_run_info(folder)
+    uri = tracking_uri or info.tracking_uri
+    mark = mark_of(MlflowClient(uri).get_run(info.run_id).data.tags.get(MARK_TAG))
+    charge = Charge(
+        open_door(uri),
+        info.run_id,
+        spent=spent_elsewhere(info, load_progress(folder), mark),
+        mark=mark,
+        cap=restore_thinner(info.thinner).thinner.cap,
+    )
+    return replay(
+        folder,
+        restore_thinner=restore_thinner,
+        tracking_uri=uri,
+        deadline_seconds=deadline_seconds,
+        before_send=charge,
+        warn=warn,
+    )
+
+
+def _lay_down(folder: Path, tracking_uri: str, run_id: str, tail: Tail, *, warn: Warn) -> None:
+    """Make a spool of a checkpoint's tail, unless there is one."""
+    if (folder / RUN_NAME).exists():
+        return
+    spool = Spool(folder, warn=warn)
+    try:
+        lay_down(spool, tail, run_id=run_id, tracking_uri=tracking_uri)
+    finally:
+        spool.close()

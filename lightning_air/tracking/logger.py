@@ -1,0 +1,353 @@
+"""`AirMLflowLogger`: Lightning's MLflow logger, for runs of any length and servers of any mood."""
+
+import atexit
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from mlflow import MlflowClient
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_air._lightning import (
+    LightningModule,
+    Logger,
+    MLFlowLogger,
+    ModelCheckpoint,
+    SIGTERMException,
+    Trainer,
+    loaded_checkpoint,
+    rank_zero_experiment,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
+from lightning_air.runtime import detect_launch, detect_platform
+from lightning_air.tracking.autolog import Autolog, find_autolog, stray_run_warning
+from lightning_air.tracking.background import Background
+from lightning_air.tracking.companion import RunCompanion, state_of
+from lightning_air.tracking.logger_options import LoggerOptions
+from lightning_air.tracking.node_output import NodeOutput
+from lightning_air.tracking.run_session import RunSession
+from lightning_air.tracking.thinning import DEFAULT_EXEMPT
+from lightning_air.tracking.warn_once import WarnOnce
+from lightning_air.tracking.window import Aggregate
+
+if TYPE_CHECKING:
+    from lightning_air.tracking.run_identity import RunChoice
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+@final
+class AirMLflowLogger(MLFlowLogger):
+    """Log to MLflow without waiting for it, within the platform's cap of metric steps, and without losing anything.
+
+    To be used in place of Lightning's `MLFlowLogger`, under any strategy, beside other loggers. `log_metrics` writes
+    into a memory-mapped file and returns; one thread thins, batches and sends. What the server has not taken is kept,
+    also through a `kill -9`, and sent by the next attempt or by `lightning-air replay`.
+
+    Differences from Lightning's: nothing is opened by the constructor; the default experiment and tracking URI are the
+    platform's (or a local SQLite file); MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME and an active run are honoured; names
+    that MLflow does not take are mapped instead of cut; a changed parameter becomes a tag instead of an error;
+    parameters are kept up to 6,000 characters instead of 250; Ctrl-C and SIGTERM end the run as KILLED; the fluent
+    interface's tracking URI is left alone.
+
+    Args:
+        experiment_name: Default: MLFLOW_EXPERIMENT_NAME, else the script's name, on Databricks below the user's folder.
+        run_name: Of a new run; default: the server's choice.
+        step: How many steps one point of a curve stands for: "auto" is as few as the budget allows for a run of any
+            length, a number is so many until the budget would not last.
+        max_metric_steps: The most points that the run may have in all; a curve's point is one metric step.
+        reserve: Points of these that are kept for exempt metrics; default: a tenth.
+        aggregate: What the values between two points become: "mean", "min", "max", "last"; several make several curves.
+        exempt: Patterns (as for `fnmatch`) of metrics that are not thinned.
+        tracking_uri: Default: MLFLOW_TRACKING_URI, else "databricks" on the platform, else `mlflow.db` in the current
+            folder.
+        artifact_location: Of a new experiment; on Databricks also a volume, `/Volumes/…`.
+        run_id: A run to go on with.
+        tags: Of the run.
+        log_model: As in Lightning: True uploads the checkpoints at the end, "all" each as it comes.
+        prefix: Put before each metric's name, with a "-".
+        resume_run: "new" makes a run per attempt, linked to the one resumed from; "continue" goes on in the run that
+            the checkpoint was saved in.
+        adopt_active: Log into the active run of MLflow's fluent interface instead of into a child of it.
+        flush_seconds: Points are sent at least so often.
+        close_timeout: How long the end of training may wait for the server, in seconds; a third of it after a failure.
+        spool_dir: A local folder for what is not sent yet. Default: in the system's temporary folder.
+        log_console: Keep each node's output as artifacts `logs/node_<i>/…`, updated while it runs.
+
+    Raises:
+        ValueError: If an option is wrong.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        run_name: str | None = None,
+        *,
+        step: Literal["auto"] | int = "auto",
+        max_metric_steps: int = 10_000_000,
+        reserve: int | None = None,
+        aggregate: Sequence[Aggregate] = ("mean",),
+        exempt: Sequence[str] = DEFAULT_EXEMPT,
+        tracking_uri: str | None = None,
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        log_model: bool | Literal["all"] = False,
+        prefix: str = "",
+        resume_run: Literal["new", "continue"] = "new",
+        adopt_active: bool = False,
+        flush_seconds: float = 5.0,
+        close_timeout: float = 60.0,
+        spool_dir: str | Path | None = None,
+        log_console: bool = True,
+    ) -> None:
+        Logger.__init__(self)  # the base's own opens the server, on every rank
+        platform = detect_platform()
+        self._options = LoggerOptions.checked(
+            platform,
+            experiment_name=experiment_name,
+            run_name=run_name,
+            step=step,
+            max_metric_steps=max_metric_steps,
+            reserve=reserve,
+            aggregate=aggregate,
+            exempt=exempt,
+            tracking_uri=tracking_uri,
+            artifact_location=artifact_location,
+            run_id=run_id,
+            tags=tags,
+            log_model=log_model,
+            prefix=prefix,
+            resume_run=resume_run,
+            adopt_active=adopt_active,
+            flush_seconds=flush_seconds,
+            close_timeout=close_timeout,
+            spool_dir=spool_dir,
+            log_console=log_console,
+        )
+        self._warn = WarnOnce(rank_zero_warn)
+        self._client: MlflowClient | None = None
+        self._session: RunSession | None = None
+        self._choice: RunChoice | None = None  # from the first opening on
+        self._thinner: dict[str, Any] | None = None  # between two stages of training
+        self._params: list[dict[str, Any] | Namespace] = []  # until the run is open
+        self.has_met = False
+        self._run_id = run_id or platform.mlflow_run_id
+        self._experiment_id: str | None = None
+        self._last_step = 0
+        self._status: Status | None = None
+        self._ended: Status = "FINISHED"
+        self._output: NodeOutput | None = None
+        self._is_registered = False
+
+    # ---- what Lightning asks for -----------------------------------------------------------------------------------
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> MlflowClient:
+        """The MLflow client, for figures, text, images and what else it can log; with `run_id`. On rank 0."""
+        if self._client is None:
+            self._client = MlflowClient(self._options.tracking_uri)
+        return self._client
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's id, the same on every rank once training has begun; asking for it on rank 0 opens the run."""
+        if self._choice is None and self._is_first:
+            self._open()
+        return self._run_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """The experiment's id, as `run_id`."""
+        if self._experiment_id is None and self._is_first:
+            self._open()
+        return self._experiment_id
+
+    @property
+    @override
+    def name(self) -> str | None:
+        """The experiment's id, as in Lightning."""
+        return self.experiment_id
+
+    @property
+    @override
+    def version(self) -> str | None:
+        """The run's id, as in Lightning."""
+        return self.run_id
+
+    @property
+    @override
+    def save_dir(self) -> str | None:
+        """None: files go below the Trainer's `default_root_dir`."""
+        return None
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Keep the values and return; they arrive when the server takes them. Rank 0's.
+
+        Args:
+            metrics: By name. What is no number is left out, with a warning.
+            step: On the horizontal axis; None is the last one.
+        """
+        self._last_step = self._last_step if step is None else step
+        self._open().log_metrics(self._last_step, metrics)
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Record parameters: the first time as such, later differences as tags, and all of them as an artifact."""
+        self._params.append(params)
+        self._send_params()
+
+    def _send_params(self) -> None:
+        if self._session is not None:
+            params, self._params = self._params, []
+            self._session.records.log_params(params)
+
+    @override
+    def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
+        """Meet the Trainer. Collective: Lightning calls this on every rank, once it has set up."""
+        del input_array
+        trainer = getattr(model, "_trainer", None) if isinstance(model, LightningModule) else None
+        if not isinstance(trainer, Trainer):
+            return
+        RunCompanion.join(trainer, self)
+        checkpoint = loaded_checkpoint(trainer)
+        if checkpoint or not trainer.strategy.restore_checkpoint_after_setup:  # else the companion does, later
+            self.open_together(trainer, checkpoint)
+
+    @override
+    @rank_zero_only
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Note the checkpoints in the run, and upload them if `log_model` says so."""
+        self._open().records.note_checkpoint(checkpoint_callback)
+
+    @override
+    @rank_zero_only
+    def save(self) -> None:
+        """Ask the writer to send what it has; waits for nothing."""
+        if self._session is not None:
+            self._session.flush(0)
+
+    @override
+    def finalize(self, status: str = "success") -> None:
+        """Send what is left, within `close_timeout`, and end the run if it is ours to end.
+
+        A later stage (`trainer.test` after `trainer.fit`) opens it again. Lightning calls this on every rank.
+        """
+        self.has_met = False
+        self._ended = self._status or _status(status)
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(self._ended, deadline_seconds=self._close_seconds)
+            self._thinner = session.tracker.snapshot()
+        output, self._output = self._output, None
+        if output is not None:
+            output.close(self._close_seconds)
+
+    @property
+    def _close_seconds(self) -> float:
+        return self._options.close_timeout / (1 if self._ended == "FINISHED" else 3)
+
+    # ---- opening -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_first(self) -> bool:
+        # Before a Trainer is made, AI Runtime's command per node gives every node's process the rank 0.
+        return getattr(rank_zero_only, "rank", 0) == 0 and detect_launch().node_rank == 0
+
+    def _open(self, checkpoint: Mapping[str, Any] | None = None, autolog: Autolog | None = None) -> RunSession:
+        """Return the open run. Rank 0's."""
+        if self._session is None:
+            self._session = RunSession(
+                self._options,
+                self.experiment,
+                choice=self._choice,
+                state=state_of(checkpoint or {}, self._options.tracking_uri),
+                thinner=self._thinner,
+                autolog=autolog,
+                warn=self._warn,
+                say=rank_zero_info,
+            )
+            self._choice = self._session.choice
+            self._run_id, self._experiment_id = self._session.run_id, self._session.experiment_id
+            self._status = None
+            self._send_params()
+            if not self._is_registered:
+                self._is_registered = True
+                atexit.register(self._end_at_exit)
+        return self._session
+
+    def open_together(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+        """Open the run on rank 0 and tell its id to the others. Collective: every rank calls this.
+
+        Raises:
+            Exception: On every rank, if rank 0 cannot.
+        """
+        told: tuple[str, ...] = ()
+        error: Exception | None = None
+        if trainer.is_global_zero:
+            try:
+                autolog = find_autolog(trainer, self.experiment)
+                session = self._open(checkpoint, autolog)
+                session.meet(trainer, checkpoint, state_of(checkpoint, self._options.tracking_uri), autolog)
+                told = session.run_id, session.experiment_id, session.attempt
+            except Exception as raised:  # noqa: BLE001 - the others wait
+                error, told = raised, (f"{type(raised).__name__}: {raised}",)
+        told = trainer.strategy.broadcast(told)
+        if error is not None:
+            raise error
+        if len(told) == 1:
+            raise RuntimeError(f"Rank 0 cannot open the run. {told[0]}")
+        self._run_id, self._experiment_id, attempt = told
+        self.has_met = True
+        if not trainer.is_global_zero and (text := stray_run_warning(trainer, self._run_id)) is not None:
+            self._warn(text, text)
+        if self._options.log_console and trainer.local_rank == 0 and self._output is None:
+            self._output = NodeOutput(
+                lambda: MlflowClient(self._options.tracking_uri),
+                self._run_id,
+                f"logs/node_{trainer.node_rank}/{attempt}",
+                warn=self._warn,
+            )
+
+    # ---- for the companion -------------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> RunSession | None:
+        """The open run, on rank 0."""
+        return self._session
+
+    def note_exception(self, exception: BaseException) -> None:
+        """Remember how training ended, for `finalize`."""
+        self._status = _status_of(exception)
+
+    def _end_at_exit(self) -> None:
+        crash = getattr(sys, "last_value", None)  # what ended the script, after training or before
+        if self._session is not None:  # nobody has finalized
+            self._status = None if crash is None else _status_of(crash)
+            self.finalize()
+        if self._choice is not None and self._choice.ends == "at_exit":
+            status = self._ended if crash is None else _status_of(crash)
+            run_id, client = self._run_id, self.experiment
+            ending = Background("lightning-air-exit", warn=self._warn)
+            ending.submit("the run's end", lambda: client.set_terminated(run_id, status))
+            ending.close(self._close_seconds)
+
+
+def _status(lightnings: str) -> Status:
+    exception = sys.exception()
+    if exception is not None:
+        return _status_of(exception)
+    return "FINISHED" if lightnings in {"success", "finished"} else "FAILED"
+
+
+def _status_of(exception: BaseException) -> Status:
+    return "KILLED" if isinstance(exception, KeyboardInterrupt | SIGTERMException) else "FAILED"

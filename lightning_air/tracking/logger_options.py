@@ -1,0 +1,129 @@
+"""What the user asks of the logger, checked before anything is opened."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_air.runtime import Platform, staging_area
+from lightning_air.tracking.artifact_location import checked_artifact_location
+from lightning_air.tracking.experiment import (
+    absolute_experiment_name,
+    choose_tracking_uri,
+    is_databricks_uri,
+    known_user,
+    script_name,
+)
+from lightning_air.tracking.run_identity import ResumeRun
+from lightning_air.tracking.run_tags import checked_user_tags
+from lightning_air.tracking.run_thinner import RunThinner
+from lightning_air.tracking.thinning import Thinner
+from lightning_air.tracking.window import Aggregate
+
+# Not "lightning-air-…": that is what checkpoints' scratch folders are called, which are swept.
+_SPOOLS = "lightning_air_spool"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerOptions:
+    """The options of an `AirMLflowLogger`, as it documents them, in the form in which they are used."""
+
+    platform: Platform
+    experiment_name: str | None
+    run_name: str | None
+    step: Literal["auto"] | int
+    max_metric_steps: int
+    reserve: int | None
+    aggregate: tuple[Aggregate, ...]
+    exempt: tuple[str, ...]
+    tracking_uri: str
+    artifact_location: str | None
+    run_id: str | None
+    tags: Mapping[str, str]
+    log_model: bool | Literal["all"]
+    prefix: str
+    resume_run: ResumeRun
+    adopt_active: bool
+    flush_seconds: float
+    close_timeout: float
+    spool_dir: Path
+    log_console: bool
+
+    @classmethod
+    def checked(
+        cls,
+        platform: Platform,
+        *,
+        experiment_name: str | None,
+        tracking_uri: str | None,
+        artifact_location: str | None,
+        aggregate: Sequence[Aggregate],
+        exempt: Sequence[str],
+        tags: Mapping[str, Any] | None,
+        spool_dir: str | Path | None,
+        **others: Any,
+    ) -> "LoggerOptions":
+        """Return the options.
+
+        Raises:
+            ValueError: If one is wrong, saying which and what it must be.
+        """
+        for name in ("experiment_name", "tracking_uri", "run_name", "run_id"):
+            value = {"experiment_name": experiment_name, "tracking_uri": tracking_uri, **others}[name]
+            if value is not None and (not isinstance(value, str) or not value.strip()):
+                raise ValueError(f"{name} must be text, got {value!r}. Leave it out for the default.")
+        if not isinstance(others["prefix"], str):
+            raise ValueError(f"prefix must be text, got {others['prefix']!r}.")  # noqa: TRY004 - as all others
+        _one_of("resume_run", others["resume_run"], ("new", "continue"))
+        _one_of("log_model", others["log_model"], (True, False, "all"))
+        _one_of("adopt_active", others["adopt_active"], (True, False))
+        _one_of("log_console", others["log_console"], (True, False))
+        for name in ("flush_seconds", "close_timeout"):
+            value = others[name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number of seconds, got {value!r}.")
+        uri = choose_tracking_uri(tracking_uri, platform)
+        if experiment_name is not None and is_databricks_uri(uri):
+            experiment_name = absolute_experiment_name(experiment_name, user=known_user(platform))
+        options = cls(
+            platform=platform,
+            experiment_name=experiment_name,
+            tracking_uri=uri,
+            artifact_location=checked_artifact_location(artifact_location, on_databricks=is_databricks_uri(uri)),
+            aggregate=aggregate if isinstance(aggregate, str) else tuple(aggregate),  # type: ignore[arg-type] # refused below
+            exempt=exempt if isinstance(exempt, str) else tuple(exempt),  # type: ignore[arg-type] # refused below
+            tags=checked_user_tags(tags),
+            spool_dir=Path(spool_dir) if spool_dir is not None else staging_area().path / _SPOOLS,
+            **others,
+        )
+        options.new_thinner(0)  # it checks the rest
+        return options
+
+    def new_thinner(self, spent: int, *, system: int = 0) -> RunThinner:
+        """Return the thinner of a run.
+
+        Args:
+            spent: Points that the run has already.
+            system: Points that system metrics will take.
+        """
+        thinner = Thinner(
+            step=self.step,
+            max_metric_steps=self.max_metric_steps,
+            reserve=self.reserve,
+            aggregate=self.aggregate,
+            exempt=self.exempt,
+            spent=spent,
+            system=system,
+        )
+        return RunThinner(thinner, prefix=self.prefix)
+
+    @property
+    def script(self) -> str:
+        """What is being run, for default names."""
+        return script_name(sys.argv[0], self.platform.notebook_path)
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(value is each or (isinstance(each, str) and value == each) for each in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")

@@ -1,0 +1,80 @@
+"""Keep a node's output with the run: `logs/node_<i>/…`, updated while it runs.
+
+One process per node, its local rank 0, copies what it writes, and uploads it now and then.
+"""
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from mlflow import MlflowClient
+
+from lightning_air.runtime import staging_area
+from lightning_air.tracking.console import ConsoleCapture
+from lightning_air.tracking.warn_once import Warn
+
+_UPLOAD_SECONDS = 60.0
+
+
+class NodeOutput:
+    """The output of this process, on its way into a run. Training thread.
+
+    Args:
+        make_client: Makes a client of the server.
+        run_id: MLflow's.
+        folder: Of this node and attempt, in the run's artifacts.
+        warn: Told of trouble, once.
+        upload_seconds: From one upload to the next.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[[], MlflowClient],
+        run_id: str,
+        folder: str,
+        *,
+        warn: Warn,
+        upload_seconds: float = _UPLOAD_SECONDS,
+    ) -> None:
+        self._make_client = make_client
+        self._run_id = run_id
+        self._folder = folder
+        self._warn = warn
+        self._upload_seconds = upload_seconds
+        area = staging_area().path
+        area.mkdir(parents=True, exist_ok=True)
+        self._local = Path(tempfile.mkdtemp(prefix="lightning_air_console-", dir=area))
+        self._capture = ConsoleCapture(self._local / "live", warn=warn)
+        self._sent: dict[str, bytes] = {}
+        self._is_over = threading.Event()
+        self._capture.start()
+        self._thread = threading.Thread(target=self._run, name="lightning-air-output", daemon=True)
+        self._thread.start()
+
+    def close(self, deadline_seconds: float) -> None:
+        """Stop, and upload the end of it within the deadline. Idempotent."""
+        self._capture.stop()
+        self._is_over.set()
+        self._thread.join(deadline_seconds)
+        shutil.rmtree(self._local, ignore_errors=True)
+
+    def _run(self) -> None:
+        client: MlflowClient | None = None
+        is_last = False
+        while not is_last:
+            is_last = self._is_over.wait(self._upload_seconds)
+            try:
+                client = client or self._make_client()
+                self._upload(client)
+            except Exception as error:  # noqa: BLE001 - training must not end because its output is not kept
+                self._warn("output", f"The output of this node cannot be uploaded to {self._folder!r}: {error}")
+
+    def _upload(self, client: MlflowClient) -> None:
+        with tempfile.TemporaryDirectory(dir=self._local) as scratch:
+            for path in self._capture.copy_into(Path(scratch)):
+                content = path.read_bytes()
+                if content and self._sent.get(path.name) != content:
+                    client.log_artifact(self._run_id, str(path), self._folder)
+                    self._sent[path.name] = content

@@ -1,0 +1,150 @@
+"""Open the run of a training: choose it, find out which attempt this is, and make or adopt it. Rank 0's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlflow
+from mlflow import MlflowClient
+
+from lightning_air._lightning import Trainer
+from lightning_air.runtime import JobRun, Launch
+from lightning_air.tracking import attempts
+from lightning_air.tracking.autolog import Autolog
+from lightning_air.tracking.experiment import choose_experiment
+from lightning_air.tracking.experiment_opening import OpenExperiment, get_or_create_experiment
+from lightning_air.tracking.logger_options import LoggerOptions
+from lightning_air.tracking.run_identity import RunChoice, RunFacts, choose_run, look_up_run
+from lightning_air.tracking.run_opening import OpenRun, open_run
+from lightning_air.tracking.run_tags import World, run_tags
+from lightning_air.tracking.warn_once import Warn
+from lightning_air.tracking.workspace_user import ask_workspace_user
+
+# On each run that autologging starts. Where the run is opened before the logger meets the Trainer, nothing else tells.
+_AUTOLOG_TAG = "mlflow.autologging"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A run that is open.
+
+    Attributes:
+        run: The run.
+        choice: How it came to be; to open it again.
+        ordinal: Which attempt of its job this is; 1 outside of a job.
+        experiment_name: If it had to be looked up.
+    """
+
+    run: OpenRun
+    choice: RunChoice
+    ordinal: int
+    experiment_name: str | None = None
+
+
+class Opening:
+    """Opens runs for a logger.
+
+    Args:
+        options: The logger's.
+        client: To the server.
+        launch: Of this process.
+        job: What it belongs to, if something starts it again.
+        warn: Told what the user may not have expected.
+    """
+
+    def __init__(
+        self, options: LoggerOptions, client: MlflowClient, launch: Launch, job: JobRun | None, *, warn: Warn
+    ) -> None:
+        self._options = options
+        self._client = client
+        self._launch = launch
+        self._job = job
+        self._warn = warn
+        self._experiment: OpenExperiment | None = None
+
+    def first(self, state: Mapping[str, Any] | None, autolog: Autolog | None) -> Opened:
+        """Open the run that this training is to log into.
+
+        Args:
+            state: What the checkpoint that is resumed from says.
+            autolog: What autologging does in this fit.
+
+        Raises:
+            MlflowException: The server cannot be asked, or refuses.
+            ValueError, RuntimeError: What was asked for cannot be; says what to do.
+        """
+        choice = self._choose(state, autolog)
+        experiment_id = choice.experiment_id
+        if choice.run_id is None and experiment_id is None:
+            experiment_id = self._named_experiment().experiment_id
+        ordinal = 1
+        if self._job is not None and choice.run_id is None and experiment_id is not None:
+            ordinal = attempts.attempt_ordinal(attempts.find_attempts(self._client, experiment_id, self._job))
+        tags = run_tags(self._options.tags, world_of(self._launch)) | attempts.attempt_tags(self._job, ordinal)
+        run = open_run(self._client, choice, experiment_id=experiment_id, run_name=self._options.run_name, tags=tags)
+        for text in (*choice.warnings, *run.warnings):
+            self._warn(text, text)
+        choice = replace(choice, run_id=run.run_id, experiment_id=run.experiment_id, parent_run_id=None)
+        name = None if self._experiment is None else self._experiment.name
+        return Opened(run=run, choice=choice, ordinal=ordinal, experiment_name=name)
+
+    def again(self, choice: RunChoice) -> Opened:
+        """Open the run of an earlier stage again."""
+        run = open_run(self._client, choice, experiment_id=choice.experiment_id, tags={})
+        ordinal = run.tags.get(attempts.ATTEMPT_TAG, "1")
+        return Opened(run=run, choice=choice, ordinal=int(ordinal) if ordinal.isdecimal() else 1)
+
+    def _choose(self, state: Mapping[str, Any] | None, autolog: Autolog | None) -> RunChoice:
+        options = self._options
+        active = mlflow.active_run()
+        facts = None
+        if active is not None and mlflow.get_tracking_uri() == options.tracking_uri:
+            facts = RunFacts(active.info.run_id, active.info.experiment_id)
+        is_autologs = facts is not None and active is not None and _AUTOLOG_TAG in active.data.tags
+        if autolog is not None and autolog.run is not None:
+            facts, is_autologs = autolog.run, autolog.is_own
+        is_named = (options.experiment_name or options.platform.mlflow_experiment_name) is not None
+        is_given = (options.run_id or options.platform.mlflow_run_id) is not None
+        choice = choose_run(
+            look_up=lambda run_id: look_up_run(self._client, run_id),
+            run_id=options.run_id,
+            environment_run_id=options.platform.mlflow_run_id,
+            checkpoint_run_id=None if state is None else state.get("run_id"),
+            resume_run=options.resume_run,
+            active=facts,
+            adopt_active=options.adopt_active or is_autologs or autolog is not None,
+            experiment_id=self._named_experiment().experiment_id if is_named and not is_given else None,
+        )
+        if choice.kind == "active" and is_autologs:  # which ends it with the fit; a later stage is ours
+            choice = replace(choice, ends="when_done")
+        return choice
+
+    def _named_experiment(self) -> OpenExperiment:
+        if self._experiment is None:
+            options = self._options
+            choice = choose_experiment(
+                options.experiment_name,
+                options.platform,
+                tracking_uri=options.tracking_uri,
+                script=options.script,
+                ask_user=lambda: ask_workspace_user(options.tracking_uri),
+            )
+            self._experiment = get_or_create_experiment(
+                self._client, choice, artifact_location=options.artifact_location
+            )
+            if self._experiment.warning is not None:
+                self._warn(self._experiment.warning, self._experiment.warning)
+        return self._experiment
+
+
+def world_of(launch: Launch, trainer: Trainer | None = None) -> World:
+    """Return the machines of a training: as the launch knows them, or better, as the Trainer does."""
+    if trainer is None:
+        return World(launch=launch.kind, num_nodes=launch.num_nodes or 1, world_size=launch.world_size or 1)
+    sharding = getattr(trainer.strategy, "sharding", None)
+    return World(
+        launch=launch.kind,
+        num_nodes=trainer.num_nodes,
+        world_size=trainer.world_size,
+        sharding=sharding if isinstance(sharding, str) else type(trainer.strategy).__name__,
+    )

@@ -1,0 +1,140 @@
+"""A tracking server behind HTTP: one request, one answer, and never a wait that is not ours.
+
+MLflow's client tries again for minutes by itself, and hides the status and Retry-After. So requests go out through its
+own `http_request`, with its credentials, but one at a time and within a time limit. The process-wide
+MLFLOW_HTTP_REQUEST_* variables stay as the user has set them.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import lru_cache
+from http import HTTPStatus
+from math import isfinite
+from typing import Any
+
+import requests
+from mlflow.utils import rest_utils
+
+from lightning_air.tracking.door_errors import Unreachable, judge, one_line
+from lightning_air.tracking.points import Point
+
+REQUEST_SECONDS = 30.0
+"""How long a request may take by default: the server's work, and every byte of its answer."""
+
+_LOG_BATCH = "/api/2.0/mlflow/runs/log-batch"
+_SET_TAG = "/api/2.0/mlflow/runs/set-tag"
+_CONNECT_SECONDS = 10.0
+_CREDENTIALS_SECONDS = 60.0
+_MOST_ANSWER_BYTES = 1 << 16
+_POINTS_AT_ONCE = 100
+_NOT_FINITE = {float("inf"): '"Infinity"', float("-inf"): '"-Infinity"'}
+
+_rest: Any = rest_utils  # it has no types
+
+
+class RestDoor:
+    """A server that is reached by HTTP.
+
+    Args:
+        get_host_creds: MLflow's, of the tracking URI.
+        clock: The time in seconds.
+    """
+
+    def __init__(self, get_host_creds: Callable[[], Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._get_host_creds = get_host_creds
+        self._clock = clock
+        self._host_creds: Any = None
+        self._renew_at_seconds = 0.0
+
+    def log_batch(self, run_id: str, points: Sequence[Point], *, timeout_seconds: float = REQUEST_SECONDS) -> None:
+        """Store points."""
+        self._post(_LOG_BATCH, batch_json(run_id, points), timeout_seconds)
+
+    def set_tag(self, run_id: str, key: str, value: str, *, timeout_seconds: float = REQUEST_SECONDS) -> None:
+        """Set a tag of the run."""
+        self._post(_SET_TAG, json.dumps({"run_id": run_id, "key": key, "value": value}).encode(), timeout_seconds)
+
+    def _post(self, endpoint: str, body: bytes, timeout_seconds: float) -> None:
+        deadline_seconds = self._clock() + timeout_seconds
+        try:
+            host_creds, headers = self._credentials()
+            response = _rest.http_request(
+                host_creds,
+                endpoint,
+                "POST",
+                max_retries=0,
+                retry_codes=frozenset(),
+                raise_on_status=False,
+                respect_retry_after_header=False,
+                timeout=(min(_CONNECT_SECONDS, timeout_seconds), timeout_seconds),
+                extra_headers={"Content-Type": "application/json", **headers},
+                data=body,
+                stream=True,
+            )
+            with closing(response):
+                text = self._read(response, deadline_seconds)
+        except Exception as error:
+            raise Unreachable(one_line(f"{type(error).__name__}: {error}")) from error
+        if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            self._forget_credentials()
+        judge(response.status_code, text, response.headers)
+
+    def _read(self, response: requests.Response, deadline_seconds: float) -> str:
+        """Return the answer's body; the timeout of `requests` starts anew with every byte of it."""
+        found = bytearray()
+        for piece in response.iter_content(1):
+            found += piece
+            if self._clock() > deadline_seconds:
+                raise TimeoutError("the answer came too slowly")
+            if len(found) > _MOST_ANSWER_BYTES:
+                break
+        return found.decode(errors="replace")
+
+    def _credentials(self) -> tuple[Any, dict[str, str]]:
+        if self._clock() >= self._renew_at_seconds or self._host_creds is None:
+            self._host_creds = self._get_host_creds()
+            self._renew_at_seconds = self._clock() + _CREDENTIALS_SECONDS
+        creds = self._host_creds
+        if not creds.use_databricks_sdk:
+            return creds, {}
+        # Through the SDK, `http_request` would sleep as long as Retry-After says, and hide it. What the SDK knows best
+        # is how to log in.
+        config = _rest.get_workspace_client(
+            creds.use_secret_scope_token, creds.host, creds.token, creds.databricks_auth_profile
+        ).config
+        headers = dict(config.authenticate())
+        if workspace_id := getattr(creds, "workspace_id", None):
+            headers["x-databricks-org-id"] = str(workspace_id)
+        return _rest.MlflowHostCreds(config.host), headers
+
+    def _forget_credentials(self) -> None:
+        self._host_creds = None
+        _rest.get_workspace_client.cache_clear()
+
+
+def batch_json(run_id: str, points: Sequence[Point]) -> bytes:
+    """Return the body of a log-batch request."""
+    parts = []
+    for begin in range(0, len(points), _POINTS_AT_ONCE):
+        if begin:
+            time.sleep(0.0001)  # lets training have the GIL, for which it would otherwise wait up to 5 ms
+        parts.append(",".join([_point_json(point) for point in points[begin : begin + _POINTS_AT_ONCE]]))
+    return f'{{"run_id":{json.dumps(run_id)},"metrics":[{",".join(parts)}]}}'.encode()
+
+
+def point_bytes(point: Point) -> int:
+    """Return how many bytes a point takes in a request, or a few more."""
+    return len(_key_json(point.key)) + 120
+
+
+def _point_json(point: Point) -> str:
+    key, value, timestamp_ms, step = point
+    number = repr(float(value)) if isfinite(value) else _NOT_FINITE.get(value, '"NaN"')
+    return f'{{"key":{_key_json(key)},"value":{number},"timestamp":{timestamp_ms},"step":{step}}}'
+
+
+@lru_cache(maxsize=4096)
+def _key_json(key: str) -> str:
+    return json.dumps(key)

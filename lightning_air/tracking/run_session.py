@@ -1,0 +1,280 @@
+"""An open run on rank 0, from its opening to its end: what is said to the server, and when.
+
+Opening speaks with the server and waits for it, before training begins; so a wrong address or name is an error at once.
+From then on nothing waits: metrics go through the tracker, all else through one background thread.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from mlflow import MlflowClient
+from torch import Tensor
+
+from lightning_air._lightning import Trainer, TrainerFn
+from lightning_air.runtime import Launch, detect_job_run, detect_launch
+from lightning_air.tracking import attempts
+from lightning_air.tracking.artifacts import attempt_folder
+from lightning_air.tracking.attempts import ResumePoint
+from lightning_air.tracking.autolog import Autolog, settle_autolog
+from lightning_air.tracking.background import Background
+from lightning_air.tracking.charging import MARK_TAG, mark_of
+from lightning_air.tracking.leftovers import send_leftovers
+from lightning_air.tracking.logger_options import LoggerOptions
+from lightning_air.tracking.opening import Opening, world_of
+from lightning_air.tracking.run_identity import RunChoice
+from lightning_air.tracking.run_records import RunRecords
+from lightning_air.tracking.run_tags import run_tags
+from lightning_air.tracking.run_thinner import RunThinner
+from lightning_air.tracking.summary import RunPlace, end_text, start_text
+from lightning_air.tracking.system_points import estimate_system_points, points_per_second, system_warning
+from lightning_air.tracking.tracker import Tail, Tracker
+from lightning_air.tracking.warn_once import Warn
+
+_AIR_COMMAND_INTERVAL_SECONDS = 2.0
+_AIR_PROCESS_INTERVAL_SECONDS = 10.0
+
+
+class RunSession:
+    """The run that training logs into, while a stage of it runs. Training thread of rank 0.
+
+    Args:
+        options: The logger's.
+        client: To the server.
+        choice: Of an earlier stage, whose run is opened again; None at first.
+        state: What the checkpoint that is resumed from says.
+        thinner: The thinner's state at the end of an earlier stage.
+        autolog: What autologging does in this fit, if it is on.
+        warn: Told of trouble.
+        say: Told what the user is to know.
+
+    Raises:
+        MlflowException: The server cannot be asked, or refuses.
+        ValueError, RuntimeError: What was asked for cannot be; says what to do.
+    """
+
+    def __init__(
+        self,
+        options: LoggerOptions,
+        client: MlflowClient,
+        *,
+        choice: RunChoice | None,
+        state: Mapping[str, Any] | None,
+        thinner: Mapping[str, Any] | None,
+        autolog: Autolog | None,
+        warn: Warn,
+        say: Callable[[str], object],
+    ) -> None:
+        self.tracking_uri = options.tracking_uri
+        self._options = options
+        self._client = client
+        self._warn = warn
+        self._say = say
+        self._launch, self._job = detect_launch(), detect_job_run()
+        self._is_first = choice is None
+        self._is_told = False
+        self._resumed: str | None = None
+        opening = Opening(options, client, self._launch, self._job, warn=warn)
+        opened = opening.again(choice) if choice is not None else opening.first(state, autolog)
+        run = opened.run
+        self.choice, self.ordinal, self.attempt = opened.choice, opened.ordinal, attempt_folder(opened.ordinal)
+        self.run_id, self.experiment_id = run.run_id, run.experiment_id
+        self._place = RunPlace(
+            tracking_uri=options.tracking_uri,
+            experiment_id=run.experiment_id,
+            run_id=run.run_id,
+            run_name=run.name,
+            experiment_name=opened.experiment_name,
+            workspace_url=options.platform.workspace_url,
+            job=self._job,
+        )
+        self._rolled_back = run.tags.get(attempts.ROLLED_BACK_TAG)
+        self.background = Background("lightning-air-mlflow", warn=warn)
+        self._leftovers = Background("lightning-air-leftovers", warn=warn)  # of its own: they may take long
+        is_mine = state is not None and state.get("run_id") == run.run_id
+        mine = state if is_mine else None
+        self.records = RunRecords(
+            client,
+            run,
+            self.background,
+            attempt=self.attempt,
+            log_model=options.log_model,
+            checkpoints=None if state is None else state.get("checkpoints"),
+            warn=warn,
+        )
+        self.tracker = Tracker(
+            run.run_id,
+            options.tracking_uri,
+            options.spool_dir / run.run_id,
+            new_thinner=lambda spent: (
+                options.new_thinner(spent, system=self._system_points())
+                if thinner is None
+                else RunThinner.from_snapshot(thinner)
+            ),
+            mark=max(mark_of(run.tags.get(MARK_TAG)), 0 if mine is None else int(mine.get("metric_steps", 0))),
+            tail=None if mine is None else Tail.of(mine),
+            flush_seconds=options.flush_seconds,
+            on_events=self.records.note_events,
+            warn=warn,
+        )
+        if self._is_first:
+            say(self.choice.sentence)
+            self._send_leftovers(None if is_mine else state)
+
+    def _send_leftovers(self, state: Mapping[str, Any] | None) -> None:
+        """Have sent what other runs have left, on this machine or in the checkpoint that is resumed from."""
+        tail = None if state is None else Tail.of(state)
+        self._leftovers.submit(
+            "metrics of earlier attempts",
+            lambda: send_leftovers(
+                self._options.spool_dir,
+                self.tracking_uri,
+                but=self.run_id,
+                tail=None if tail is None or state is None else (str(state["run_id"]), tail),
+                warn=self._warn,
+                say=self._say,
+            ),
+        )
+
+    def _system_points(self) -> int:
+        """Return how many points the platform's system metrics will take of the cap: none where nobody samples them."""
+        interval = _system_interval(self._launch, is_databricks=self._options.platform.is_databricks)
+        if interval is None:
+            return 0
+        num_nodes, num_gpus = self._launch.num_nodes or 1, torch.cuda.device_count()
+        estimate = estimate_system_points(num_nodes=num_nodes, gpus_per_node=num_gpus, interval_seconds=interval)
+        rate = points_per_second(num_nodes, num_gpus, interval)
+        text = system_warning(estimate=estimate, cap=self._options.max_metric_steps, rate=rate)
+        if text is not None:
+            self._warn("system metrics", text)
+        return estimate
+
+    # ---- the Trainer -------------------------------------------------------------------------------------------------
+
+    def meet(
+        self,
+        trainer: Trainer,
+        checkpoint: Mapping[str, Any],
+        state: Mapping[str, Any] | None,
+        autolog: Autolog | None,
+    ) -> None:
+        """Note what only the Trainer knows: the world, what it resumes from, and who else logs."""
+        tags = run_tags(self._options.tags, world_of(self._launch, trainer))
+        tags = {key: value for key, value in tags.items() if not key.startswith("mlflow.")}
+        if checkpoint and trainer.state.fn == TrainerFn.FITTING:
+            path = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+            point = ResumePoint(
+                run_id=None if state is None else state.get("run_id"),
+                step=int(checkpoint.get("global_step", 0)),
+                path=path,
+            )
+            tags |= attempts.attempt_tags(self._job, self.ordinal, point)
+            self._resumed = attempts.resumed_sentence(point, run_id=self.run_id, ordinal=self.ordinal)
+            tags |= self._roll_back(point.step)
+            if path is not None:
+                self.records.note_resumed(path)
+        self.records.set_tags(tags)
+        self.records.log_config(trainer)
+        if autolog is not None:
+            note = settle_autolog(trainer, autolog, self._client, self.run_id)
+            self._warn(note.text, note.text) if note.is_warning else self._say(note.text)
+        if self._is_first and not self._is_told:
+            self._is_told = True
+            self._say(start_text(self._place, resumed=self._resumed, plan=self.tracker.plan()))
+
+    def _roll_back(self, step: int) -> dict[str, str]:
+        """If the run had gone on beyond where it resumes, show that, and put its latest values right at the end."""
+        latest = attempts.latest_steps(self._client.get_run(self.run_id))
+        reached = attempts.rolled_back(latest, step)
+        if reached is None:
+            return {}
+        self.tracker.roll_back({key: latest[key] for key in attempts.metrics_beyond(latest, step)})
+        self._rolled_back = attempts.rolled_back_value(self._rolled_back, reached, step, time.time())
+        return {attempts.ROLLED_BACK_TAG: self._rolled_back}
+
+    def begin_training(self, trainer: Trainer) -> None:
+        """Plan the budget for the length that the Trainer knows."""
+        steps = trainer.estimated_stepping_batches
+        if 0 <= steps < float("inf"):
+            self.tracker.set_horizon(int(steps))
+
+    # ---- logging -----------------------------------------------------------------------------------------------------
+
+    def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keep the values of a step."""
+        self.tracker.append(step, metrics if _are_plain(metrics) else self._numbers(metrics))
+
+    def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        numbers: dict[str, float] = {}
+        for name, value in metrics.items():
+            try:
+                numbers[str(name)] = value.item() if isinstance(value, Tensor) else float(value)
+            except (TypeError, ValueError, RuntimeError):
+                shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+                self._warn(f"no number {name}", f"The metric {name!r} is left out, since it is no number, but {shown}.")
+        return numbers
+
+    def flush(self, deadline_seconds: float) -> bool:
+        """Have all sent, and return whether it is; 0 asks for it only."""
+        return self.tracker.flush(deadline_seconds)
+
+    # ---- what a later attempt needs, and the end ---------------------------------------------------------------------
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what goes into a checkpoint."""
+        self.tracker.flush(0)
+        tail = None
+        try:
+            tail = self.tracker.tail()
+        except (OSError, ValueError) as error:
+            self._warn("tail", f"Metrics that are not sent yet cannot go into the checkpoint: {error}")
+        return {
+            "run_id": self.run_id,
+            "experiment_id": self.experiment_id,
+            "step": step,
+            "metric_steps": self.tracker.used,
+            "tail": None if tail is None else tail.to_dict(),
+            "checkpoints": self.records.snapshot(),
+        }
+
+    def close(self, status: str, *, deadline_seconds: float) -> None:
+        """Send what is left within the deadline, and end the run if it is ours to end."""
+        deadline = time.monotonic() + deadline_seconds
+        is_complete = self.tracker.close(deadline_seconds)
+        self.records.finish(self.tracker.folder)
+        if self.choice.ends == "when_done":
+            self.background.submit("the run's end", lambda: self._client.set_terminated(self.run_id, status))
+        # A dead server has had the whole deadline already; what is left gets a moment all the same.
+        self.background.close(max(1.0, deadline - time.monotonic()))
+        self._leftovers.close(max(0.0, deadline - time.monotonic()))
+        self._say(
+            end_text(
+                self._place,
+                status=status,
+                stats=self.tracker.stats,
+                budget=self.tracker.plan(),
+                seconds_blocked=self.tracker.seconds_blocked,
+                best=self.records.best_checkpoint,
+            )
+        )
+        if not is_complete:
+            self._warn(
+                "pending",
+                f"Metrics of the run {self.run_id} have not all reached the server. The rest is kept in "
+                f"{self.tracker.folder}: the next attempt on this machine sends it, or `lightning-air replay "
+                f"{self.tracker.folder}`.",
+            )
+
+
+def _are_plain(metrics: Mapping[str, Any]) -> bool:
+    return all(type(value) is float or type(value) is int for value in metrics.values())
+
+
+def _system_interval(launch: Launch, *, is_databricks: bool) -> float | None:
+    """Return how many seconds lie between two samples of system metrics; None if nobody takes them."""
+    if is_databricks and launch.kind == "air-node":
+        return _AIR_COMMAND_INTERVAL_SECONDS
+    if is_databricks and launch.kind == "air-process":
+        return _AIR_PROCESS_INTERVAL_SECONDS
+    return None

@@ -1,0 +1,94 @@
+"""What lies in a spool's folder beside the records: whose they are, what was set aside, and how the folder goes."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_air.tracking.points import Point
+from lightning_air.tracking.segments import segment_numbers, segment_path
+
+PROGRESS_NAME = "progress.json"
+SET_ASIDE_NAME = "set_aside.jsonl"
+RUN_NAME = "run.json"
+_SCRATCH_SUFFIX = ".new"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """Whose records a folder holds: all that somebody else needs to send them.
+
+    Attributes:
+        run_id: MLflow's.
+        tracking_uri: Of the server that has the run.
+        thinner: The thinner's snapshot before the first record.
+    """
+
+    run_id: str
+    tracking_uri: str
+    thinner: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A point that the server refuses, and why."""
+
+    point: Point
+    reason: str
+
+
+def write_run_info(folder: Path, info: RunInfo) -> None:
+    """Note whose records the folder holds, before the first one is appended.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    write_whole(folder / RUN_NAME, json.dumps(asdict(info)))
+
+
+def read_run_info(folder: Path) -> RunInfo:
+    """Return whose records the folder holds.
+
+    Raises:
+        ValueError: If it is no spool's folder.
+    """
+    try:
+        return RunInfo(**json.loads((folder / RUN_NAME).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{folder} is no spool of metrics: {RUN_NAME} cannot be read ({error}). Pass the folder of one run, "
+            "spool_dir/<run id>."
+        ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a small file; whoever reads it finds the old one or the new one, also after a SIGKILL."""
+    scratch = path.with_name(path.name + _SCRATCH_SUFFIX)
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+def add_set_aside(folder: Path, refused: Iterable[SetAside]) -> None:
+    """Add points to the list of those that were set aside, one JSON object per line."""
+    lines = [json.dumps({**item.point._asdict(), "reason": item.reason}) + "\n" for item in refused]
+    with (folder / SET_ASIDE_NAME).open("a") as file:
+        file.write("".join(lines))
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete what a spool has made, once all of it has arrived; the list of what was set aside stays if there is one.
+
+    Nothing else is deleted, so the folder stays too if somebody has put something into it.
+
+    Raises:
+        OSError: If it cannot be deleted.
+    """
+    scratch = [folder / (name + _SCRATCH_SUFFIX) for name in (PROGRESS_NAME, RUN_NAME)]
+    paths = [*(segment_path(folder, number) for number in segment_numbers(folder)), *scratch]
+    # The lock last, and what tells whose they are before it.
+    for path in (*paths, folder / PROGRESS_NAME, folder / RUN_NAME, folder / "lock"):
+        path.unlink(missing_ok=True)
+    if not os.listdir(folder):  # noqa: PTH208 - a list
+        folder.rmdir()

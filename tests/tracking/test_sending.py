@@ -1,0 +1,284 @@
+"""Every good point arrives, in order and once; every bad one is named; and nothing takes longer than it may."""
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_air.tracking.batches import batches_of
+from lightning_air.tracking.door_errors import Busy, Refused, Unreachable
+from lightning_air.tracking.patience import Patience, backoff_seconds
+from lightning_air.tracking.points import Point
+from lightning_air.tracking.rest_door import batch_json
+from lightning_air.tracking.sending import Sender
+from tests.tracking.stand_ins import FakeTime, ListDoor, Warnings, failing
+
+law = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+class Bench:
+    """A sender with a false clock and a server that is a list."""
+
+    def __init__(self, door: ListDoor | None = None, **options: Any) -> None:
+        self.time = FakeTime()
+        self.door = door or ListDoor()
+        self.warnings = Warnings()
+        self.idled = 0
+        self.patience = Patience(idle=self.idle, clock=self.time.clock, wait=self.time.wait, chance=lambda: 0.0)
+        self.sender = Sender(
+            self.door, "run", patience=self.patience, warn=self.warnings, clock=self.time.clock, **options
+        )
+
+    def idle(self) -> None:
+        self.idled += 1
+
+
+def points_of(keys: list[str]) -> list[Point]:
+    return [Point(key, step / 2, 1000 + step, step) for step, key in enumerate(keys)]
+
+
+def twenty(num_steps: int = 1) -> list[Point]:
+    return points_of([f"m{index}" for _ in range(num_steps) for index in range(20)])
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+@law
+@given(st.lists(st.text(max_size=300)), st.integers(1, 40), st.integers(2_000, 10_000))
+def test_batches_are_the_points_in_order_each_within_the_limits(
+    keys: list[str], max_points: int, max_bytes: int
+) -> None:
+    points = points_of(keys)
+    batches = list(batches_of(points, max_points=max_points, max_bytes=max_bytes))
+    assert [point for batch in batches for point in batch] == points
+    for batch, following in itertools.zip_longest(batches, batches[1:]):
+        assert 1 <= len(batch) <= max_points
+        assert len(batch) == 1 or len(batch_json("f" * 32, batch)) <= max_bytes
+        if following is not None and len(batch) < max_points:  # no batch ends before it has to
+            assert len(batch_json("f" * 32, [*batch, following[0]])) + 1_000 + 120 * max_points > max_bytes
+
+
+def test_a_request_stays_below_a_megabyte_whatever_the_names(tmp_path: Any) -> None:
+    points = points_of(["\N{PILE OF POO}" * 250] * 1000)
+    batches = list(batches_of(points))
+    assert sum(len(batch) for batch in batches) == 1000
+    assert all(len(batch_json("f" * 32, batch)) <= 1_000_000 for batch in batches)
+    assert len(list(batches_of(twenty(100)))) == 2
+
+
+# ---- what the server refuses ----------------------------------------------------------------------------------------
+
+
+keys_of_ten = st.sampled_from("abcdefghij")
+
+
+@law
+@given(st.lists(keys_of_ten, max_size=120), st.sets(keys_of_ten), st.integers(1, 50))
+def test_all_good_points_arrive_in_order_and_all_bad_ones_are_named(
+    keys: list[str], bad: set[str], max_points: int
+) -> None:
+    bench = Bench(ListDoor(bad_keys=sorted(bad)), max_points=max_points)
+    points = points_of(keys)
+    outcome = bench.sender.send(points)
+    assert outcome.num_done == len(points)
+    assert list(bench.door.stored) == [point for point in points if point.key not in bad]
+    assert [item.point for item in outcome.set_aside] == [point for point in points if point.key in bad]
+    assert all(item.reason == f"bad name {item.point.key!r}" for item in outcome.set_aside)
+
+
+def test_one_bad_point_of_a_thousand_takes_few_requests() -> None:
+    bench = Bench(ListDoor(bad_keys=["bad"]))
+    points = twenty(50)
+    points[617] = points[617]._replace(key="bad")
+    assert [item.point for item in bench.sender.send(points).set_aside] == [points[617]]
+    assert len(bench.door.stored) == 999
+    assert len(bench.door.batches) <= 2 + 2 * 10
+
+
+def test_a_name_that_is_always_bad_is_not_asked_for_again_and_again() -> None:
+    bench = Bench(ListDoor(bad_keys=["m7"]))
+    points = twenty(50 * 20)
+    outcome = bench.sender.send(points)
+    assert len(outcome.set_aside) == 1000
+    assert len(bench.door.stored) == 19_000
+    assert len(bench.door.batches) < 20 + 50
+
+
+def test_a_name_that_is_good_now_is_good() -> None:
+    door = ListDoor(bad_keys=["m7"])
+    bench = Bench(door)
+    for _ in range(2):
+        assert len(bench.sender.send(twenty()).set_aside) == 1
+    door.bad_keys = []
+    assert bench.sender.send(twenty()).set_aside == []
+    door.bad_keys = ["m7"]
+    bench.sender.send(twenty())
+    num_batches = len(door.batches)
+    bench.sender.send(twenty())
+    assert len(door.batches) > num_batches + 1  # it was asked for again
+
+
+def test_a_run_that_takes_nothing_is_no_reason_to_set_points_aside() -> None:
+    # MLflow answers "must be in the 'active' state" with the code of a bad point.
+    door = ListDoor()
+    door.refuses_all = "The run must be in the 'active' state"
+    bench = Bench(door)
+
+    def restore(number: int) -> None:
+        if number > 6:
+            door.refuses_all = None
+
+    door.trouble = restore
+    begun = bench.time.now
+    outcome = bench.sender.send(twenty())
+    assert outcome.num_done == 20
+    assert outcome.set_aside == []
+    assert len(door.stored) == 20
+    assert bench.time.now - begun >= 60  # not asked all the time
+    assert len(bench.warnings) > 0
+    assert "'active' state" in bench.warnings.text
+    assert "kept on this machine" in bench.warnings.text
+
+
+def test_credentials_that_ran_out_are_an_outage_that_is_said_at_once() -> None:
+    bench = Bench(ListDoor(trouble=failing(Refused("HTTP 401", blames_content=False), times=3)))
+    begun = bench.time.now
+    assert bench.sender.send(twenty()).num_done == 20
+    assert bench.time.now - begun >= 3 * 60
+    assert "HTTP 401" in bench.warnings.text
+    assert bench.sender.stats.last_error is None
+
+
+def test_when_all_has_to_end_what_cannot_get_better_is_not_waited_for() -> None:
+    bench = Bench(ListDoor(trouble=failing(Refused("HTTP 403", blames_content=False), times=1000)))
+    bench.patience.end_in(600)
+    begun = bench.time.now
+    assert bench.sender.send(twenty()).num_done == 0
+    assert bench.time.now - begun < 1
+    assert bench.sender.stats.last_error == "HTTP 403"
+
+
+# ---- when it is away ------------------------------------------------------------------------------------------------
+
+
+def test_an_outage_of_hours_is_waited_for_and_said_once_it_is_long() -> None:
+    bench = Bench(ListDoor(trouble=failing(Unreachable("refused"), times=500)))
+    begun = bench.time.now
+    outcome = bench.sender.send(twenty())
+    assert outcome.num_done == 20
+    assert len(bench.door.batches) == 501
+    seconds = bench.time.now - begun
+    assert 3 * 3600 < seconds < 5 * 3600
+    assert bench.sender.stats.outage_seconds == pytest.approx(seconds, rel=0.01)
+    assert bench.idled > seconds  # meanwhile the spool is looked after
+    kinds = [kind for kind, _ in bench.warnings]
+    assert set(kinds) == {"outage"}
+    assert "has taken no metrics for" in bench.warnings[0][1]
+
+
+def test_a_short_outage_is_nobodys_concern() -> None:
+    bench = Bench(ListDoor(trouble=failing(Unreachable("reset"), times=4)))
+    assert bench.sender.send(twenty()).num_done == 20
+    assert bench.warnings == []
+
+
+@pytest.mark.parametrize(("asked", "waited"), [(7.0, 7.0), (0.0, 0.0), (1e6, 300.0), (None, 0.5)])
+def test_a_busy_server_is_given_the_time_that_it_asks_for_within_reason(asked: float | None, waited: float) -> None:
+    bench = Bench(ListDoor(trouble=failing(Busy("429", asked), times=1)))
+    begun = bench.time.now
+    bench.patience.wake()  # somebody flushes: it is left alone all the same
+    assert bench.sender.send(twenty()).num_done == 20
+    if asked is not None:
+        assert bench.time.now - begun == pytest.approx(max(waited, 1 / 40), abs=1e-6)
+
+
+def test_whoever_waits_cuts_a_pause_short() -> None:
+    bench = Bench()
+    begun = bench.time.now
+    bench.patience.wake()
+    bench.patience.pause(30)
+    assert bench.time.now - begun < 0.5
+    bench.patience.pause(30)
+    assert bench.time.now - begun >= 30
+
+
+@law
+@given(st.floats(0.01, 500), st.integers(0, 40), st.lists(st.sampled_from(["busy", "away", "fault"]), max_size=40))
+def test_nothing_begins_after_the_deadline(deadline_seconds: float, num_batches: int, troubles: list[str]) -> None:
+    errors = {"busy": Busy("x", 20.0), "away": Unreachable("x"), "fault": ZeroDivisionError("x")}
+    begun: list[float] = []
+
+    def trouble(number: int) -> None:
+        begun.append(bench.time.now - 1000.0)
+        bench.time.now += 0.3
+        if number <= len(troubles):
+            raise errors[troubles[number - 1]]
+
+    bench = Bench(ListDoor(trouble=trouble), max_points=10)
+    bench.patience.end_in(deadline_seconds)
+    outcome = bench.sender.send(twenty())
+    assert all(seconds < deadline_seconds for seconds in begun)
+    assert bench.time.now - 1000.0 <= deadline_seconds + 0.3 + 1e-6
+    assert list(bench.door.stored) == twenty()[: outcome.num_done]
+    for seconds, timeout_seconds in zip(begun, bench.door.timeouts, strict=True):
+        assert timeout_seconds <= max(1.0, deadline_seconds - seconds)
+
+
+def test_a_deadline_ends_a_pause_of_another_thread() -> None:
+    door = ListDoor(trouble=failing(Busy("429", 200.0), times=1000))
+    patience = Patience()
+    sender = Sender(door, "run", patience=patience, warn=Warnings())
+    thread = threading.Thread(target=sender.send, args=(twenty(),))
+    thread.start()
+    patience.end_in(0.05)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+# ---- manners --------------------------------------------------------------------------------------------------------
+
+
+def test_the_platforms_limit_of_requests_is_kept() -> None:
+    bench = Bench(max_points=1)
+    begun: list[float] = []
+    bench.door.trouble = lambda _: begun.append(bench.time.now)
+    bench.sender.send(twenty(10))
+    assert len(begun) == 200
+    per_second = [sum(first <= at < first + 1 for at in begun) for first in begun]
+    assert max(per_second) <= 41
+
+
+def test_points_are_charged_before_they_are_sent_and_not_sent_before_they_are_charged() -> None:
+    bench, events = Bench(), []
+    bench.door.trouble = lambda _: events.append("sent")
+    errors: list[Exception] = [Unreachable("x"), Refused("no", blames_content=True), ValueError("x")]
+
+    def charge() -> None:
+        if errors:
+            raise errors.pop()
+        events.append("charged")
+
+    assert bench.sender.send(twenty(100), before=charge).num_done == 2000
+    assert events == ["charged", "sent", "sent"]
+
+
+def test_nothing_to_send_is_no_request() -> None:
+    bench = Bench()
+    assert bench.sender.send([]).num_done == 0
+    assert bench.door.batches == []
+
+
+@law
+@given(st.integers(0, 10_000), st.floats(0, 1))
+def test_a_pause_is_bounded_and_does_not_shrink(attempt: int, chance: float) -> None:
+    seconds = backoff_seconds(attempt, chance)
+    assert 0.25 <= seconds <= 30
+    assert seconds <= backoff_seconds(attempt + 1, chance)
+
+
+def test_pauses_double() -> None:
+    assert [backoff_seconds(attempt, 0.0) for attempt in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
