@@ -427,6 +427,7 @@ class AirCheckpoint(ModelCheckpoint):
         shown = copy.copy(self)
         shown._rank_best(only_published=True)  # noqa: SLF001 - a copy of this very object
         shown.last_model_path = newest if self._pointer else ""
+        shown._last_checkpoint_saved = newest  # noqa: SLF001
         return shown
 
     def _rename(self, before: str, after: str) -> None:

@@ -7,11 +7,12 @@ folders of several runs.
 import argparse
 import logging
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlflow.exceptions import MlflowException
+from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
 
 from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.leftovers import send_left, spools_in
@@ -25,6 +26,9 @@ def run(arguments: Sequence[str]) -> int:
     """Send what is left, and return 0 if nothing is left any more, 1 if something is, 2 for wrong arguments."""
     options = _parser().parse_args(arguments[1:])
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    # MLflow's own tries would take minutes, whatever --timeout says; we try again anyway.
+    os.environ.setdefault(MLFLOW_HTTP_REQUEST_MAX_RETRIES.name, "0")
+    os.environ.setdefault(MLFLOW_HTTP_REQUEST_TIMEOUT.name, "10")
     folders = spools_in(options.folder)
     if not folders:
         sys.stderr.write(
@@ -43,11 +47,12 @@ def _send(folder: Path, options: argparse.Namespace) -> int:
             deadline_seconds=options.timeout,
             warn=WarnOnce(lambda text: sys.stderr.write(f"{text}\n")),
         )
-    except (SpoolInUseError, ValueError, OSError, MlflowException) as error:
+    except (SpoolInUseError, ValueError, OSError) as error:
         sys.stderr.write(f"{folder}: {error}\n")
         return _NOT_COMPLETE
     sent, aside = result.stats.num_sent, result.stats.num_set_aside
-    left = "" if result.is_complete else "; the rest stays, since the server did not take it in time"
+    reason = result.stats.last_error or "the server did not take it in time"
+    left = "" if result.is_complete else f"; the rest stays: {reason}"
     refused = f", {aside} refused (see {folder}/set_aside.jsonl)" if aside else ""
     sys.stdout.write(f"{folder}: {sent} points of the run {result.run_id} are on the server{refused}{left}\n")
     return 0 if result.is_complete else _NOT_COMPLETE
@@ -62,7 +67,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not seconds > 0:
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
     return seconds

@@ -30,7 +30,8 @@ class Autolog:
     Attributes:
         run_id: The run that it logs into.
         run: That run, as the logger's server knows it; None where it is on another.
-        is_own: Autologging has started the run for this fit, and ends it; otherwise it is the user's active run.
+        is_own: Autologging has opened the run for this fit (a new one, or MLFLOW_RUN_ID's), and ends it with the fit;
+            otherwise it is the user's active run.
         is_inherited: The Trainer started this process inside of `fit`, so that MLflow's fluent interface, through which
             autologging logs checkpoints, knows of no active run here.
     """
@@ -141,6 +142,24 @@ def stray_run_warning(trainer: Trainer, run_id: str) -> str | None:
     )
 
 
+def end_autolog_run(run_id: str, status: str) -> None:
+    """End autologging's run where it does not: for Ctrl-C and SIGTERM, which are a SystemExit by then.
+
+    MLflow would leave it active, and call it FINISHED when the process ends. Rank 0's, when training was interrupted.
+    Changes nothing about a run of the user's. Waits for the server as MLflow does, which is long if it is gone.
+
+    Args:
+        run_id: The logger's run; another one stays as it is.
+        status: As "KILLED".
+
+    Raises:
+        MlflowException: The server cannot be asked.
+    """
+    active = mlflow.active_run()
+    if active is not None and active.info.run_id == run_id and _is_own(active):
+        mlflow.end_run(status)
+
+
 def mute_autolog_metrics(trainer: Trainer) -> bool:
     """Keep autologging from logging metrics with this Trainer, from now on; return whether it is.
 
@@ -223,8 +242,8 @@ def _drop_sharded_checkpoints(trainer: Trainer) -> list[str]:
         or not isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
     ):
         return []
-    for callback in callbacks:
-        trainer.callbacks.remove(callback)  # type: ignore[attr-defined] # set by Trainer's callback connector
+    # A new list, since Lightning may be on its way through this one.
+    trainer.callbacks = [part for part in trainer.callbacks if part not in callbacks]  # type: ignore[attr-defined]
     text = (
         "The checkpoints of mlflow.pytorch.autolog() are turned off: it saves them on rank 0 alone, which would wait "
         "for the other ranks' shards for ever. mlflow.pytorch.autolog(checkpoint=False) turns them off in advance."

@@ -116,20 +116,11 @@ class Background:
             replaces: A call with the same that still waits is dropped, and this one takes its place.
         """
         job = _Job(name, call, replaces)
-        if self._is_closed:
-            if not self._is_parents:
-                self._drop(job, "late", "all uploads have ended")
-            return
         with self._state:
-            number = self._waiting.get(replaces) if replaces is not None else None
-            if number is None:
-                number = next(self._numbers)
-                if replaces is not None:
-                    self._waiting[replaces] = number
-            self._jobs[number] = job
-            crowded_out = self._make_room()
-            self._start()
-            self._state.notify_all()
+            is_late = self._is_closed
+            crowded_out = None if is_late else self._add(job)
+        if is_late and not self._is_parents:
+            self._drop(job, "late", "it came after the end")
         if crowded_out is not None:
             self._drop(crowded_out, "crowd", f"{self._max_waiting} others wait, and the oldest goes")
 
@@ -173,7 +164,7 @@ class Background:
             if left:
                 self._warn(
                     f"{self.name} left",
-                    f"Not known to have been uploaded within {deadline_seconds:g} s: {examples(left)}.",
+                    f"Not known to have reached MLflow within {deadline_seconds:g} s: {examples(left)}.",
                 )
         return not self._jobs
 
@@ -183,14 +174,21 @@ class Background:
     def _is_working(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _make_room(self) -> _Job | None:
-        """Return a waiting call that has to go, if there is one too many."""
+    def _add(self, job: _Job) -> _Job | None:
+        """Have a call wait; return one that has to go, if there is one too many."""
+        number = self._waiting.get(job.replaces)
+        if number is None:
+            number = next(self._numbers)
+            if job.replaces is not None:
+                self._waiting[job.replaces] = number
+        self._jobs[number] = job
+        self._start()
+        self._state.notify_all()
         if len(self._jobs) - (self._running is not None) <= self._max_waiting:
             return None
         victim = min(self._waiting.values(), default=0) or next(each for each in self._jobs if each != self._running)
-        job = self._jobs.pop(victim)
-        self._waiting.pop(job.replaces, None)
-        return job
+        self._waiting.pop(self._jobs[victim].replaces, None)
+        return self._jobs.pop(victim)
 
     def _start(self) -> None:
         thread = self._thread
@@ -301,13 +299,13 @@ class Background:
             seconds = now - self._failing_since_seconds
             self._warn(
                 f"{self.name} outage",
-                f"{job.name} cannot be uploaded for {seconds:.0f} s ({trouble}), and {len(self._jobs) - 1} more wait. "
-                "It is tried again; training goes on.",
+                f"MLflow has not taken {job.name} for {seconds:.0f} s ({trouble}), and {len(self._jobs) - 1} more "
+                "wait. It is tried again; training goes on.",
             )
 
     def _drop(self, job: _Job, kind: str, reason: str) -> None:
         self.num_dropped += 1
-        self._warn(f"{self.name} {kind}", f"{job.name} is not uploaded: {reason.removesuffix('.')}.")
+        self._warn(f"{self.name} {kind}", f"MLflow has not got {job.name}: {reason.removesuffix('.')}.")
 
     def leave_to_parent(self) -> None:
         """In a forked process: what waits is the parent's, and its thread is not here."""

@@ -14,7 +14,7 @@ class Charge:
     Args:
         door: To the server.
         run_id: Of the run.
-        spent: Points that the run had before the spool's first record.
+        spent: Points that the run may have beside those that are sent of the spool.
         mark: What the run's tag says.
         cap: Points that the run may have in all.
     """

@@ -47,14 +47,25 @@ class RunCompanion(Callback):
         return f"{type(self).__qualname__}{id(self.logger)}"  # there may be two loggers, and nothing is stored by it
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """In a later stage, open the run again before somebody on rank 0 alone asks for it. Every rank calls this."""
+        if self._is_at_work(trainer):
+            self.logger.open_together(trainer, None)
+
+    def _is_at_work(self, trainer: Trainer) -> bool:
+        # A tuner takes the loggers away for a while, and users exchange them.
+        return any(each is self.logger for each in trainer.loggers)
+
+    @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Open the run where the strategy loads only after the logger has met the Trainer. Every rank calls this."""
-        self.logger.open_together(trainer, checkpoint)
+        if self._is_at_work(trainer):
+            self.logger.open_together(trainer, checkpoint)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._ensure_open(trainer)
-        if self.logger.session is not None:
+        if self.logger.session is not None and self._is_at_work(trainer):
             self.logger.session.begin_training(trainer)
 
     @override
@@ -72,7 +83,7 @@ class RunCompanion(Callback):
 
     def _ensure_open(self, trainer: Trainer) -> None:
         """Open the run if no checkpoint did. Every rank comes here at the same point."""
-        if not self.logger.has_met:
+        if self._is_at_work(trainer) and not self.logger.has_met:
             self.logger.open_together(trainer, {})
 
     @override
@@ -83,7 +94,7 @@ class RunCompanion(Callback):
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Leave what a later attempt needs: the run, its budget, and what the server has not taken yet."""
-        if self.logger.session is not None:
+        if self.logger.session is not None and self._is_at_work(trainer):
             states = checkpoint.setdefault(CHECKPOINT_KEY, {})
             states[self.logger.session.tracking_uri] = self.logger.session.state(trainer.global_step)
 

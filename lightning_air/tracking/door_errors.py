@@ -53,7 +53,11 @@ class Busy(DoorError):  # noqa: N818
 
 
 class Unreachable(DoorError):  # noqa: N818
-    """No answer, not in time, or not one of MLflow's."""
+    """No answer, or not one of MLflow's."""
+
+
+class TooLate(Unreachable):
+    """No answer in time: the request may be more than the server can do at once."""
 
 
 def judge(status: int, text: str, headers: Mapping[str, str]) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from lightning_air.tracking.background import trouble_of
 from lightning_air.tracking.charging import MARK_TAG, Charge, mark_of
 from lightning_air.tracking.door import open_door
 from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.progress import load_progress
 from lightning_air.tracking.replaying import ReplayResult, replay
 from lightning_air.tracking.spool import Spool
-from lightning_air.tracking.spool_folder import RUN_NAME, read_run_info
+from lightning_air.tracking.spool_folder import RUN_NAME, RunInfo, read_run_info
 from lightning_air.tracking.tracker import Tail, lay_down, restore_thinner, spent_elsewhere
 from lightning_air.tracking.warn_once import Warn
 
@@ -57,11 +58,17 @@ def send_leftovers(
             result = send_left(folder, deadline_seconds=_DEADLINE_SECONDS, warn=warn)
         except SpoolInUseError:
             continue  # another training on this machine
-        except (ValueError, OSError, MlflowException) as error:
+        except (ValueError, OSError) as error:
             warn(f"leftovers {folder}", f"Metrics in {folder}, left by an earlier attempt, are not sent: {error}")
             continue
-        what = "all" if result.is_complete else "some"
-        say(f"Metrics that an earlier attempt had not sent: {what} have reached the run {result.run_id} now.")
+        if result.is_complete:
+            say(f"Metrics that an earlier attempt had not sent have reached the run {result.run_id} now.")
+        else:
+            warn(
+                f"leftovers {folder}",
+                f"Metrics in {folder}, left by an earlier attempt, have not all reached the run {result.run_id}: "
+                f"{result.stats.last_error}. They stay there for the next attempt, or for `lightning-air replay`.",
+            )
 
 
 def spools_in(folder: Path) -> list[Path]:
@@ -86,25 +93,39 @@ def send_left(
         SpoolInUseError: A process is still using it.
         ValueError: It is no spool.
         OSError: It cannot be read.
-        MlflowException: The server does not know the run, or cannot be asked.
     """
     info = read_run_info(folder)
     uri = tracking_uri or info.tracking_uri
-    mark = mark_of(MlflowClient(uri).get_run(info.run_id).data.tags.get(MARK_TAG))
-    charge = Charge(
-        open_door(uri),
-        info.run_id,
-        spent=spent_elsewhere(info, load_progress(folder), mark),
-        mark=mark,
-        cap=restore_thinner(info.thinner).thinner.cap,
-    )
+    charge: Charge | None = None
+
+    def before_send(num_points: int) -> None:
+        nonlocal charge
+        charge = charge or _charge(folder, uri, info)
+        charge(num_points)
+
     return replay(
         folder,
         restore_thinner=restore_thinner,
         tracking_uri=uri,
         deadline_seconds=deadline_seconds,
-        before_send=charge,
+        before_send=before_send,
         warn=warn,
+    )
+
+
+def _charge(folder: Path, tracking_uri: str, info: RunInfo) -> Charge:
+    """Ask the server what the run has already; called before the first points are sent, and again in an outage."""
+    try:
+        tags = MlflowClient(tracking_uri).get_run(info.run_id).data.tags
+    except MlflowException as error:
+        raise trouble_of(error) from error
+    mark = mark_of(tags.get(MARK_TAG))
+    return Charge(
+        open_door(tracking_uri),
+        info.run_id,
+        spent=spent_elsewhere(info, load_progress(folder), mark),
+        mark=mark,
+        cap=restore_thinner(info.thinner).thinner.cap,
     )
 
 

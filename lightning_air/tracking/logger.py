@@ -2,10 +2,11 @@
 
 import atexit
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 from mlflow import MlflowClient
 from torch import Tensor, nn
@@ -34,9 +35,6 @@ from lightning_air.tracking.run_session import RunSession
 from lightning_air.tracking.thinning import DEFAULT_EXEMPT
 from lightning_air.tracking.warn_once import WarnOnce
 from lightning_air.tracking.window import Aggregate
-
-if TYPE_CHECKING:
-    from lightning_air.tracking.run_identity import RunChoice
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -133,8 +131,7 @@ class AirMLflowLogger(MLFlowLogger):
         self._warn = WarnOnce(rank_zero_warn)
         self._client: MlflowClient | None = None
         self._session: RunSession | None = None
-        self._choice: RunChoice | None = None  # from the first opening on
-        self._thinner: dict[str, Any] | None = None  # between two stages of training
+        self._earlier: RunSession | None = None  # the one before, or of an earlier stage of training
         self._params: list[dict[str, Any] | Namespace] = []  # until the run is open
         self.has_met = False
         self._run_id = run_id or platform.mlflow_run_id
@@ -158,7 +155,7 @@ class AirMLflowLogger(MLFlowLogger):
     @property
     def run_id(self) -> str | None:
         """The run's id, the same on every rank once training has begun; asking for it on rank 0 opens the run."""
-        if self._choice is None and self._is_first:
+        if self._session is None and self._earlier is None and self._is_first:
             self._open()
         return self._run_id
 
@@ -204,6 +201,9 @@ class AirMLflowLogger(MLFlowLogger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Record parameters: the first time as such, later differences as tags, and all of them as an artifact."""
         self._params.append(params)
+        if self._earlier is not None:
+            self._open()
+        self._end_with_process()
         self._send_params()
 
     def _send_params(self) -> None:
@@ -244,13 +244,14 @@ class AirMLflowLogger(MLFlowLogger):
         """
         self.has_met = False
         self._ended = self._status or _status(status)
+        until_seconds = time.monotonic() + self._close_seconds
         session, self._session = self._session, None
         if session is not None:
             session.close(self._ended, deadline_seconds=self._close_seconds)
-            self._thinner = session.tracker.snapshot()
+            self._earlier = session
         output, self._output = self._output, None
         if output is not None:
-            output.close(self._close_seconds)
+            output.close(max(1.0, until_seconds - time.monotonic()))
 
     @property
     def _close_seconds(self) -> float:
@@ -263,30 +264,33 @@ class AirMLflowLogger(MLFlowLogger):
         # Before a Trainer is made, AI Runtime's command per node gives every node's process the rank 0.
         return getattr(rank_zero_only, "rank", 0) == 0 and detect_launch().node_rank == 0
 
-    def _open(self, checkpoint: Mapping[str, Any] | None = None, autolog: Autolog | None = None) -> RunSession:
+    def _open(self, state: Mapping[str, Any] | None = None, autolog: Autolog | None = None) -> RunSession:
         """Return the open run. Rank 0's."""
+        if self._session is not None and state is not None and self._session.is_untouched:
+            session, self._session = self._session, None
+            self._earlier = session.give_way(state)
         if self._session is None:
             self._session = RunSession(
                 self._options,
                 self.experiment,
-                choice=self._choice,
-                state=state_of(checkpoint or {}, self._options.tracking_uri),
-                thinner=self._thinner,
+                earlier=self._earlier,
+                state=state,
                 autolog=autolog,
                 warn=self._warn,
                 say=rank_zero_info,
             )
-            self._choice = self._session.choice
             self._run_id, self._experiment_id = self._session.run_id, self._session.experiment_id
             self._status = None
             self._send_params()
-            if not self._is_registered:
-                self._is_registered = True
-                atexit.register(self._end_at_exit)
+            self._end_with_process()
         return self._session
 
-    def open_together(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    def open_together(self, trainer: Trainer, checkpoint: Mapping[str, Any] | None) -> None:
         """Open the run on rank 0 and tell its id to the others. Collective: every rank calls this.
+
+        Args:
+            trainer: Whose training it is.
+            checkpoint: That is resumed from; {} for none, None if that is not known yet.
 
         Raises:
             Exception: On every rank, if rank 0 cannot.
@@ -295,9 +299,7 @@ class AirMLflowLogger(MLFlowLogger):
         error: Exception | None = None
         if trainer.is_global_zero:
             try:
-                autolog = find_autolog(trainer, self.experiment)
-                session = self._open(checkpoint, autolog)
-                session.meet(trainer, checkpoint, state_of(checkpoint, self._options.tracking_uri), autolog)
+                session = self._open_for(trainer, checkpoint)
                 told = session.run_id, session.experiment_id, session.attempt
             except Exception as raised:  # noqa: BLE001 - the others wait
                 error, told = raised, (f"{type(raised).__name__}: {raised}",)
@@ -307,7 +309,7 @@ class AirMLflowLogger(MLFlowLogger):
         if len(told) == 1:
             raise RuntimeError(f"Rank 0 cannot open the run. {told[0]}")
         self._run_id, self._experiment_id, attempt = told
-        self.has_met = True
+        self.has_met = checkpoint is not None
         if not trainer.is_global_zero and (text := stray_run_warning(trainer, self._run_id)) is not None:
             self._warn(text, text)
         if self._options.log_console and trainer.local_rank == 0 and self._output is None:
@@ -317,6 +319,15 @@ class AirMLflowLogger(MLFlowLogger):
                 f"logs/node_{trainer.node_rank}/{attempt}",
                 warn=self._warn,
             )
+
+    def _open_for(self, trainer: Trainer, checkpoint: Mapping[str, Any] | None) -> RunSession:
+        if checkpoint is None:
+            return self._open()
+        autolog = find_autolog(trainer, self.experiment)
+        state = state_of(checkpoint, self._options.tracking_uri)
+        session = self._open(state, autolog)
+        session.meet(trainer, checkpoint, state, autolog)
+        return session
 
     # ---- for the companion -------------------------------------------------------------------------------------------
 
@@ -329,12 +340,19 @@ class AirMLflowLogger(MLFlowLogger):
         """Remember how training ended, for `finalize`."""
         self._status = _status_of(exception)
 
+    def _end_with_process(self) -> None:
+        if not self._is_registered:
+            self._is_registered = True
+            atexit.register(self._end_at_exit)
+
     def _end_at_exit(self) -> None:
         crash = getattr(sys, "last_value", None)  # what ended the script, after training or before
+        if self._params:  # nobody has trained
+            self._open()
         if self._session is not None:  # nobody has finalized
             self._status = None if crash is None else _status_of(crash)
             self.finalize()
-        if self._choice is not None and self._choice.ends == "at_exit":
+        if self._earlier is not None and self._earlier.choice.ends == "at_exit":
             status = self._ended if crash is None else _status_of(crash)
             run_id, client = self._run_id, self.experiment
             ending = Background("lightning-air-exit", warn=self._warn)

@@ -69,12 +69,20 @@ class LoggerOptions:
         Raises:
             ValueError: If one is wrong, saying which and what it must be.
         """
-        for name in ("experiment_name", "tracking_uri", "run_name", "run_id"):
-            value = {"experiment_name": experiment_name, "tracking_uri": tracking_uri, **others}[name]
+        texts = {
+            "experiment_name": experiment_name,
+            "tracking_uri": tracking_uri,
+            "artifact_location": artifact_location,
+            "run_name": others["run_name"],
+            "run_id": others["run_id"],
+        }
+        for name, value in texts.items():
             if value is not None and (not isinstance(value, str) or not value.strip()):
                 raise ValueError(f"{name} must be text, got {value!r}. Leave it out for the default.")
         if not isinstance(others["prefix"], str):
             raise ValueError(f"prefix must be text, got {others['prefix']!r}.")  # noqa: TRY004 - as all others
+        if tags is not None and not isinstance(tags, Mapping):
+            raise ValueError(f"tags must be names with values, got {tags!r}.")
         _one_of("resume_run", others["resume_run"], ("new", "continue"))
         _one_of("log_model", others["log_model"], (True, False, "all"))
         _one_of("adopt_active", others["adopt_active"], (True, False))
@@ -91,10 +99,10 @@ class LoggerOptions:
             experiment_name=experiment_name,
             tracking_uri=uri,
             artifact_location=checked_artifact_location(artifact_location, on_databricks=is_databricks_uri(uri)),
-            aggregate=aggregate if isinstance(aggregate, str) else tuple(aggregate),  # type: ignore[arg-type] # refused below
-            exempt=exempt if isinstance(exempt, str) else tuple(exempt),  # type: ignore[arg-type] # refused below
+            aggregate=_as_tuple(aggregate),
+            exempt=_as_tuple(exempt),
             tags=checked_user_tags(tags),
-            spool_dir=Path(spool_dir) if spool_dir is not None else staging_area().path / _SPOOLS,
+            spool_dir=staging_area().path / _SPOOLS if spool_dir is None else _local_folder(spool_dir, platform),
             **others,
         )
         options.new_thinner(0)  # it checks the rest
@@ -122,6 +130,22 @@ class LoggerOptions:
     def script(self) -> str:
         """What is being run, for default names."""
         return script_name(sys.argv[0], self.platform.notebook_path)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a sequence that nobody can change; what is none is refused by the thinner."""
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _local_folder(spool_dir: object, platform: Platform) -> Path:
+    text = str(spool_dir) if isinstance(spool_dir, str | Path) else ""
+    is_mount = platform.is_databricks and text.startswith(("/Volumes/", "/dbfs/"))  # on macOS disks are in /Volumes
+    if not text.strip() or "://" in text or text.startswith("dbfs:") or is_mount:
+        raise ValueError(
+            f"spool_dir must be a folder on a local disk, which files can be mapped into memory from, got "
+            f"{spool_dir!r}. Leave it out for the system's temporary folder."
+        )
+    return Path(text)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -1,10 +1,15 @@
 """Open the run of a training: choose it, find out which attempt this is, and make or adopt it. Rank 0's."""
 
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import mlflow
+import requests
 from mlflow import MlflowClient
 
 from lightning_air._lightning import Trainer
@@ -19,6 +24,14 @@ from lightning_air.tracking.run_opening import OpenRun, open_run
 from lightning_air.tracking.run_tags import World, run_tags
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.workspace_user import ask_workspace_user
+
+PATIENCE_SECONDS = 60.0
+"""How long a server that does not answer at the start is waited for."""
+
+_KNOCK_SECONDS = 10.0
+_PAUSE_SECONDS = 1.0
+_SQLITE = "sqlite:///"
+_USER_INFO = re.compile(r"(?<=//)[^/@\s]+@")
 
 # On each run that autologging starts. Where the run is opened before the logger meets the Trainer, nothing else tells.
 _AUTOLOG_TAG = "mlflow.autologging"
@@ -70,9 +83,11 @@ class Opening:
             autolog: What autologging does in this fit.
 
         Raises:
+            ConnectionError: The server does not answer.
             MlflowException: The server cannot be asked, or refuses.
             ValueError, RuntimeError: What was asked for cannot be; says what to do.
         """
+        self._wait_for_server()
         choice = self._choose(state, autolog)
         experiment_id = choice.experiment_id
         if choice.run_id is None and experiment_id is None:
@@ -88,17 +103,33 @@ class Opening:
         name = None if self._experiment is None else self._experiment.name
         return Opened(run=run, choice=choice, ordinal=ordinal, experiment_name=name)
 
-    def again(self, choice: RunChoice) -> Opened:
-        """Open the run of an earlier stage again."""
-        run = open_run(self._client, choice, experiment_id=choice.experiment_id, tags={})
-        ordinal = run.tags.get(attempts.ATTEMPT_TAG, "1")
-        return Opened(run=run, choice=choice, ordinal=int(ordinal) if ordinal.isdecimal() else 1)
+    def again(self, earlier: Opened) -> Opened:
+        """Open the run of an earlier stage again; if the server cannot be asked, with what was known of it then."""
+        try:
+            if (trouble := trouble_reaching(self._options.tracking_uri)) is not None:
+                raise ConnectionError(trouble)
+            run = open_run(self._client, earlier.choice, experiment_id=earlier.choice.experiment_id, tags={})
+        except Exception as error:  # noqa: BLE001 - training, which has begun long ago, must not end because of it
+            self._warn("again", f"The tracking server cannot be asked for the run {earlier.run.run_id}: {error}")
+            return earlier
+        return replace(earlier, run=run)
+
+    def _wait_for_server(self) -> None:
+        """Wait for a server that does not answer, not as long as MLflow would, and not in silence."""
+        uri = self._options.tracking_uri
+        shown = f"The tracking server {_USER_INFO.sub('', uri)} does not answer"
+        until_seconds = time.monotonic() + PATIENCE_SECONDS
+        while (trouble := trouble_reaching(uri)) is not None:
+            if time.monotonic() > until_seconds:
+                raise ConnectionError(f"{shown}. Start it, or pass another tracking_uri. {trouble}")
+            self._warn("knock", f"{shown}. It is tried for {PATIENCE_SECONDS:.0f} s.")
+            time.sleep(_PAUSE_SECONDS)
 
     def _choose(self, state: Mapping[str, Any] | None, autolog: Autolog | None) -> RunChoice:
         options = self._options
         active = mlflow.active_run()
         facts = None
-        if active is not None and mlflow.get_tracking_uri() == options.tracking_uri:
+        if active is not None and _same_server(mlflow.get_tracking_uri(), options.tracking_uri):
             facts = RunFacts(active.info.run_id, active.info.experiment_id)
         is_autologs = facts is not None and active is not None and _AUTOLOG_TAG in active.data.tags
         if autolog is not None and autolog.run is not None:
@@ -135,6 +166,35 @@ class Opening:
             if self._experiment.warning is not None:
                 self._warn(self._experiment.warning, self._experiment.warning)
         return self._experiment
+
+
+def trouble_reaching(tracking_uri: str) -> str | None:
+    """Ask once whether a server is there, which MLflow's client would try for four minutes.
+
+    Returns:
+        Why it is not; None if it is, or if it is none that is asked by plain HTTP.
+    """
+    if not tracking_uri.startswith(("http://", "https://")):
+        return None
+    try:
+        requests.head(tracking_uri, timeout=_KNOCK_SECONDS).close()
+    except requests.exceptions.SSLError:  # it is there; MLflow knows whom to trust
+        return None
+    except (requests.ConnectionError, requests.Timeout) as error:
+        return f"{type(error).__name__}: {error}"
+    except requests.RequestException:  # MLflow says it better
+        return None
+    return None
+
+
+def _same_server(one: str, other: str) -> bool:
+    return _normal(one) == _normal(other)
+
+
+def _normal(tracking_uri: str) -> str:
+    if tracking_uri.startswith(_SQLITE):
+        return f"{_SQLITE}{Path(unquote(tracking_uri.removeprefix(_SQLITE))).absolute()}"
+    return tracking_uri.rstrip("/")
 
 
 def world_of(launch: Launch, trainer: Trainer | None = None) -> World:

@@ -16,8 +16,9 @@ from typing import Any
 
 import requests
 from mlflow.utils import rest_utils
+from urllib3.exceptions import ReadTimeoutError
 
-from lightning_air.tracking.door_errors import Unreachable, judge, one_line
+from lightning_air.tracking.door_errors import TooLate, Unreachable, judge, one_line
 from lightning_air.tracking.points import Point
 
 REQUEST_SECONDS = 30.0
@@ -76,7 +77,8 @@ class RestDoor:
             with closing(response):
                 text = self._read(response, deadline_seconds)
         except Exception as error:
-            raise Unreachable(one_line(f"{type(error).__name__}: {error}")) from error
+            kind = TooLate if _is_late(error) else Unreachable
+            raise kind(one_line(f"{type(error).__name__}: {error}")) from error
         if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             self._forget_credentials()
         judge(response.status_code, text, response.headers)
@@ -112,6 +114,15 @@ class RestDoor:
     def _forget_credentials(self) -> None:
         self._host_creds = None
         _rest.get_workspace_client.cache_clear()
+
+
+def _is_late(error: BaseException | None) -> bool:
+    """Return whether the server was reached and did not answer in time; MLflow wraps what `requests` has wrapped."""
+    if isinstance(error, TimeoutError):
+        return True  # ours
+    while error is not None and not isinstance(error, ReadTimeoutError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def batch_json(run_id: str, points: Sequence[Point]) -> bytes:

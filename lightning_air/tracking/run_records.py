@@ -68,6 +68,11 @@ class RunRecords:
         self._hyperparameters: list[object] = []
         self._events: list[Event] = []  # the writer's thread's
 
+    def reopen(self, run: OpenRun, background: Background) -> None:
+        """Go on in a later stage of training; what belongs to the attempt stays."""
+        self._background = background
+        self._params, self._tags = dict(run.params), dict(run.tags)
+
     @property
     def best_checkpoint(self) -> CheckpointRecord | None:
         """The best one so far."""
@@ -121,7 +126,12 @@ class RunRecords:
             parser, config = getattr(callback, "parser", None), getattr(callback, "config", None)
             if parser is None or config is None or not callable(getattr(parser, "dump", None)):
                 continue
-            artifact = config_artifact(parser.dump(config, skip_none=False), self._attempt)
+            try:
+                text = parser.dump(config, skip_none=False)
+            except Exception as error:  # noqa: BLE001 - a value that YAML cannot have must not stop the training
+                self._warn("config", f"The configuration cannot be kept with the run: {error}")
+                continue
+            artifact = config_artifact(text, self._attempt)
             self._background.submit(
                 artifact.path,
                 lambda artifact=artifact: log_text(self._client, self._run_id, artifact),  # type: ignore[misc]

@@ -22,8 +22,8 @@ from lightning_air.tracking.background import Background
 from lightning_air.tracking.charging import MARK_TAG, mark_of
 from lightning_air.tracking.leftovers import send_leftovers
 from lightning_air.tracking.logger_options import LoggerOptions
-from lightning_air.tracking.opening import Opening, world_of
-from lightning_air.tracking.run_identity import RunChoice
+from lightning_air.tracking.opening import Opening, trouble_reaching, world_of
+from lightning_air.tracking.run_identity import look_up_run
 from lightning_air.tracking.run_records import RunRecords
 from lightning_air.tracking.run_tags import run_tags
 from lightning_air.tracking.run_thinner import RunThinner
@@ -34,6 +34,8 @@ from lightning_air.tracking.warn_once import Warn
 
 _AIR_COMMAND_INTERVAL_SECONDS = 2.0
 _AIR_PROCESS_INTERVAL_SECONDS = 10.0
+_GIVING_WAY_SECONDS = 1.0
+_STATUS = "status"  # of those that wait only the last one counts
 
 
 class RunSession:
@@ -42,9 +44,8 @@ class RunSession:
     Args:
         options: The logger's.
         client: To the server.
-        choice: Of an earlier stage, whose run is opened again; None at first.
+        earlier: Of the same run, and closed; None at first.
         state: What the checkpoint that is resumed from says.
-        thinner: The thinner's state at the end of an earlier stage.
         autolog: What autologging does in this fit, if it is on.
         warn: Told of trouble.
         say: Told what the user is to know.
@@ -59,9 +60,8 @@ class RunSession:
         options: LoggerOptions,
         client: MlflowClient,
         *,
-        choice: RunChoice | None,
+        earlier: "RunSession | None",
         state: Mapping[str, Any] | None,
-        thinner: Mapping[str, Any] | None,
         autolog: Autolog | None,
         warn: Warn,
         say: Callable[[str], object],
@@ -72,11 +72,12 @@ class RunSession:
         self._warn = warn
         self._say = say
         self._launch, self._job = detect_launch(), detect_job_run()
-        self._is_first = choice is None
-        self._is_told = False
+        self.has_met = False
         self._resumed: str | None = None
         opening = Opening(options, client, self._launch, self._job, warn=warn)
-        opened = opening.again(choice) if choice is not None else opening.first(state, autolog)
+        self.opened = opened = opening.first(state, autolog) if earlier is None else opening.again(earlier.opened)
+        stage = earlier if earlier is not None and earlier.has_met else None
+        self._is_first = stage is None
         run = opened.run
         self.choice, self.ordinal, self.attempt = opened.choice, opened.ordinal, attempt_folder(opened.ordinal)
         self.run_id, self.experiment_id = run.run_id, run.experiment_id
@@ -94,15 +95,23 @@ class RunSession:
         self._leftovers = Background("lightning-air-leftovers", warn=warn)  # of its own: they may take long
         is_mine = state is not None and state.get("run_id") == run.run_id
         mine = state if is_mine else None
-        self.records = RunRecords(
-            client,
-            run,
-            self.background,
-            attempt=self.attempt,
-            log_model=options.log_model,
-            checkpoints=None if state is None else state.get("checkpoints"),
-            warn=warn,
-        )
+        if stage is not None:
+            self.records = stage.records
+            self.records.reopen(run, self.background)
+            self.background.submit(
+                "the run's status", lambda: client.update_run(run.run_id, status="RUNNING"), replaces=_STATUS
+            )
+        else:
+            self.records = RunRecords(
+                client,
+                run,
+                self.background,
+                attempt=self.attempt,
+                log_model=options.log_model,
+                checkpoints=None if state is None else state.get("checkpoints"),
+                warn=warn,
+            )
+        thinner = None if stage is None else stage.tracker.snapshot()
         self.tracker = Tracker(
             run.run_id,
             options.tracking_uri,
@@ -118,8 +127,10 @@ class RunSession:
             on_events=self.records.note_events,
             warn=warn,
         )
-        if self._is_first:
+        if earlier is None:
             say(self.choice.sentence)
+        # A run that may still be continued instead of this one must not be in use.
+        if self._is_first and (state is not None or options.resume_run == "new"):
             self._send_leftovers(None if is_mine else state)
 
     def _send_leftovers(self, state: Mapping[str, Any] | None) -> None:
@@ -150,6 +161,32 @@ class RunSession:
             self._warn("system metrics", text)
         return estimate
 
+    # ---- a checkpoint that becomes known late ------------------------------------------------------------------------
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether somebody has only asked for the run's id so far, as ModelCheckpoint does before one is loaded."""
+        return self._is_first and not self.has_met and self.tracker.seconds_blocked == 0.0
+
+    def give_way(self, state: Mapping[str, Any]) -> "RunSession | None":
+        """Close what is untouched, since a checkpoint is resumed from; return what to go on from.
+
+        Args:
+            state: What the checkpoint says.
+
+        Returns:
+            None if its run is to be continued, and not the new one that this is.
+        """
+        self.tracker.close(_GIVING_WAY_SECONDS)
+        self.background.close(_GIVING_WAY_SECONDS)
+        self._leftovers.close(_GIVING_WAY_SECONDS)
+        run_id = state.get("run_id")
+        is_new = self.choice.kind in {"new", "child"} and run_id not in {None, self.run_id}
+        if self._options.resume_run == "new" or not is_new or look_up_run(self._client, str(run_id)) is None:
+            return self
+        self._client.delete_run(self.run_id)
+        return None
+
     # ---- the Trainer -------------------------------------------------------------------------------------------------
 
     def meet(
@@ -179,12 +216,16 @@ class RunSession:
         if autolog is not None:
             note = settle_autolog(trainer, autolog, self._client, self.run_id)
             self._warn(note.text, note.text) if note.is_warning else self._say(note.text)
-        if self._is_first and not self._is_told:
-            self._is_told = True
+        if self._is_first and not self.has_met:
+            if state is None and self._options.resume_run == "continue":
+                self._send_leftovers(None)
             self._say(start_text(self._place, resumed=self._resumed, plan=self.tracker.plan()))
+        self.has_met = True
 
     def _roll_back(self, step: int) -> dict[str, str]:
         """If the run had gone on beyond where it resumes, show that, and put its latest values right at the end."""
+        if trouble_reaching(self.tracking_uri) is not None:  # in a later stage of training
+            return {}
         latest = attempts.latest_steps(self._client.get_run(self.run_id))
         reached = attempts.rolled_back(latest, step)
         if reached is None:
@@ -244,7 +285,9 @@ class RunSession:
         is_complete = self.tracker.close(deadline_seconds)
         self.records.finish(self.tracker.folder)
         if self.choice.ends == "when_done":
-            self.background.submit("the run's end", lambda: self._client.set_terminated(self.run_id, status))
+            self.background.submit(
+                "the run's end", lambda: self._client.set_terminated(self.run_id, status), replaces=_STATUS
+            )
         # A dead server has had the whole deadline already; what is left gets a moment all the same.
         self.background.close(max(1.0, deadline - time.monotonic()))
         self._leftovers.close(max(0.0, deadline - time.monotonic()))

@@ -71,16 +71,14 @@ class RunThinner:
     def add(self, record: Record) -> list[Point]:
         """Take a record, and return the points that are complete by it."""
         points = self._hand_over_if_due()
-        points += self._named(self.thinner.add(record))
         for follower in self._followers:
             follower.after -= 1
-            follower.spent += len(points)
-        return points
+        return points + self._counted(self._named(self.thinner.add(record)))
 
     def flush(self) -> list[Point]:
         """Close all windows, as at the end of a run, and return their points."""
         points = self._hand_over_if_due()
-        points += self._named(self.thinner.flush())
+        points += self._counted(self._named(self.thinner.flush()))
         if self._behind and self.thinner.used <= self.thinner.cap:
             points += [point._replace(step=self._reached[key]) for key, point in self._behind.items()]
             self._spend(len(self._behind))  # for the next end
@@ -168,18 +166,26 @@ class RunThinner:
             named.append(point)
         return named
 
+    def _counted(self, points: list[Point]) -> list[Point]:
+        """Return the points that earlier attempts may have beside all that other machines may have sent."""
+        if self._followers:
+            points = points[: max(0, self.thinner.cap - self._followers[-1].spent)]
+        for follower in self._followers:
+            follower.spent += len(points)
+        return points
+
     def _hand_over_if_due(self) -> list[Point]:
         points: list[Point] = []
         while self._followers and self._followers[0].after <= 0:
+            points += self._counted(self._named(self.thinner.flush()))
             follower = self._followers.pop(0)
-            points += self._named(self.thinner.flush())
             self._events += self.thinner.take_events()
             self._reach({self._names.key(name): step for name, step in self._highest.items()})
             self.thinner = follower.thinner.thinner
             if follower.thinner.prefix != self.prefix:
                 self.prefix = follower.thinner.prefix
                 self._names, self._highest = MetricNames(self.prefix), {}
-            self._spend(follower.spent + len(points) + len(self._reached) - self.thinner.used)
+            self._spend(follower.spent + len(self._reached) - self.thinner.used)
         return points
 
     def _reach(self, steps: Mapping[str, int]) -> None:

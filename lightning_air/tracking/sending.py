@@ -5,37 +5,44 @@ refused for another reason (the credentials have run out, the run is deleted) is
 """
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_air.tracking.batches import MAX_BYTES, MAX_POINTS, batches_of
 from lightning_air.tracking.door import Door
-from lightning_air.tracking.door_errors import Busy, DoorError, Refused
+from lightning_air.tracking.door_errors import Busy, Refused, TooLate
+from lightning_air.tracking.outages import Outages, SendingStats
 from lightning_air.tracking.patience import Patience
 from lightning_air.tracking.points import Point
+from lightning_air.tracking.refusals import Refusals
 from lightning_air.tracking.rest_door import REQUEST_SECONDS
+from lightning_air.tracking.run_tags import TAG_PREFIX
 from lightning_air.tracking.spool_folder import SetAside
 from lightning_air.tracking.warn_once import Warn
-
-logger = logging.getLogger(__name__)
 
 MAX_REQUESTS_PER_SECOND = 40.0
 """The platform allows about 47 per workspace."""
 
+REFUSED_TAG = f"{TAG_PREFIX}refused_points"
+"""Of runs with points that the server refused."""
+
 LONGEST_RETRY_AFTER_SECONDS = 300.0
 REFUSED_RUN_PAUSE_SECONDS = 60.0
-WARN_AFTER_SECONDS = 30.0
-"""A shorter outage is nobody's concern."""
-
-_REFUSALS_OF_A_KEY = 3
+# A batch that is stored already takes a server many times as long. So one that it finished too late would never be
+# acknowledged; its halves will.
+_OVERTAXED_TIMES = 2
+_SMALL_BATCH = 25
 # Few different ones: the Databricks SDK keeps a client for each.
 _REQUEST_SECONDS = (REQUEST_SECONDS, 10.0, 3.0, 1.0)
 
 
 class GaveUpError(Exception):
     """The deadline is over, or waiting until it would be of no use."""
+
+
+class TooLargeError(Exception):
+    """A batch may be more than the server can do at once."""
 
 
 @dataclass
@@ -49,23 +56,6 @@ class Outcome:
 
     num_done: int = 0
     set_aside: list[SetAside] = field(default_factory=list)
-
-
-@dataclass
-class SendingStats:
-    """What sending has cost.
-
-    Attributes:
-        num_requests: Also those that failed.
-        request_seconds: In requests.
-        outage_seconds: From failed requests to the next acknowledgement.
-        last_error: The last failure since an acknowledgement; None if all is well.
-    """
-
-    num_requests: int = 0
-    request_seconds: float = 0.0
-    outage_seconds: float = 0.0
-    last_error: str | None = None
 
 
 class Sender:
@@ -104,8 +94,8 @@ class Sender:
         self._max_points, self._max_bytes = max_points, max_bytes
         self._clock = clock
         self._next_request_seconds = clock()
-        self._outage_since_seconds: float | None = None
-        self._refusals: dict[str, tuple[int, str]] = {}
+        self._outages = Outages(self.stats, warn, clock)
+        self._refusals = Refusals()
 
     def send(self, points: Sequence[Point], *, before: Callable[[], object] = lambda: None) -> Outcome:
         """Send points until all are acknowledged or set aside, or the patience is at its end.
@@ -130,47 +120,45 @@ class Sender:
         is_run_open = False
         while waiting:
             part = waiting.pop()
-            # Of a name that it has refused again and again the server is not asked any more.
-            asked = [index for index, point in enumerate(part) if not self._is_bad(point)]
+            asked = [index for index, point in enumerate(part) if not self._refusals.is_bad(point)]
             points = [part[index] for index in asked]
-            reason = self._reason_against(points) if points else None
+            halves = [part[asked[len(asked) // 2] :], part[: asked[len(asked) // 2]]] if len(asked) > 1 else []
+            try:
+                reason = self._reason_against(points) if points else None
+            except TooLargeError:
+                waiting += halves
+                continue
             if reason is not None and not is_run_open:
-                of_run = self._reason_against([])
+                # Is it the points, or the run? A tag that says that points were refused tells, and is worth having.
+                of_run = self._insist(lambda: self._door.set_tag(self._run_id, REFUSED_TAG, "true"))
                 if of_run is not None:
                     self._wait_for_run(of_run)
                     waiting.append(part)
                     continue
             is_run_open = is_run_open or bool(points)
-            if len(points) > 1 and reason is not None:
-                middle = asked[len(asked) // 2]
-                waiting += [part[middle:], part[:middle]]
+            if reason is not None and halves:
+                waiting += halves
                 continue
-            for point in points:
-                self._note(point, reason)
-            refused = [point for point in part if reason is not None or self._is_bad(point)]
-            outcome.set_aside += [SetAside(point, self._refusals[point.key][1]) for point in refused]
+            if reason is not None:
+                self._refusals.refused(points[0], reason)
+            else:
+                self._refusals.stored(points)
+            refused = [point for point in part if reason is not None or self._refusals.is_bad(point)]
+            outcome.set_aside += [SetAside(point, self._refusals.reason(point)) for point in refused]
             outcome.num_done += len(part)
-
-    def _is_bad(self, point: Point) -> bool:
-        return bool(self._refusals) and self._refusals.get(point.key, (0, ""))[0] >= _REFUSALS_OF_A_KEY
-
-    def _note(self, point: Point, reason: str | None) -> None:
-        """Remember what the server says of the names of points."""
-        if reason is not None:
-            self._refusals[point.key] = self._refusals.get(point.key, (0, ""))[0] + 1, reason
-        elif self._refusals:
-            self._refusals.pop(point.key, None)
 
     def _reason_against(self, points: Sequence[Point]) -> str | None:
         """Return None once the server has stored the points, or why it refuses them."""
-        return self._insist(lambda: self._request(points))
+        return self._insist(lambda: self._request(points), can_split=len(points) > _SMALL_BATCH)
 
-    def _insist(self, call: Callable[[], object]) -> str | None:
+    def _insist(self, call: Callable[[], object], *, can_split: bool = False) -> str | None:
         """Call until it succeeds, or is refused for what it carries; then return the reason.
 
         Raises:
             GaveUpError: If there is no more time.
+            TooLargeError: If it may be, and the server fails at it or is too slow, again and again.
         """
+        num_overtaxed = 0
         for attempt in itertools.count():
             if self._patience.seconds_left <= 0:
                 break
@@ -179,19 +167,20 @@ class Sender:
             except Refused as error:
                 if error.blames_content:
                     return str(error)
-                self._failed(error)
+                self._outages.failed(error)
                 self._wait_for_run(str(error))
-            except Busy as error:
-                self._failed(error)
-                if error.retry_after_seconds is None:
+            except Exception as error:
+                self._outages.failed(error)
+                retry_after_seconds = error.retry_after_seconds if isinstance(error, Busy) else None
+                num_overtaxed += isinstance(error, Busy | TooLate) and retry_after_seconds is None
+                if can_split and num_overtaxed >= _OVERTAXED_TIMES:
+                    raise TooLargeError from error
+                if retry_after_seconds is None:
                     self._patience.back_off(attempt)
                 else:
-                    self._patience.pause(min(error.retry_after_seconds, LONGEST_RETRY_AFTER_SECONDS), is_firm=True)
-            except Exception as error:  # noqa: BLE001 - unreachable, or a fault of ours: nothing is lost by waiting
-                self._failed(error)
-                self._patience.back_off(attempt)
+                    self._patience.pause(min(retry_after_seconds, LONGEST_RETRY_AFTER_SECONDS), is_firm=True)
             else:
-                self._succeeded()
+                self._outages.succeeded()
                 return None
         raise GaveUpError
 
@@ -219,23 +208,3 @@ class Sender:
         if self._patience.is_ending:
             raise GaveUpError
         self._patience.pause(REFUSED_RUN_PAUSE_SECONDS)
-
-    def _failed(self, error: Exception) -> None:
-        now = self._clock()
-        self.stats.last_error = str(error) if isinstance(error, DoorError) else repr(error)
-        if self._outage_since_seconds is None:
-            self._outage_since_seconds = now
-        elif now - self._outage_since_seconds >= WARN_AFTER_SECONDS:
-            self._warn(
-                "outage",
-                f"The tracking server has taken no metrics for {now - self._outage_since_seconds:.0f} s "
-                f"({self.stats.last_error}). They are kept on this machine and sent when it answers; training goes on.",
-            )
-
-    def _succeeded(self) -> None:
-        self.stats.last_error = None
-        if self._outage_since_seconds is not None:
-            seconds = self._clock() - self._outage_since_seconds
-            self._outage_since_seconds = None
-            self.stats.outage_seconds += seconds
-            logger.info("The tracking server takes metrics again, after %.1f s.", seconds)

@@ -213,7 +213,6 @@ class Strides:
             return False
         self._grant(0)
         self._is_stale = False
-        self.is_lasting = self.is_lasting and not is_again
         position = self._position(step)
         octave = octave_of(position)
         self.start, self.stop = self._origin + octave_start(octave), self._origin + octave_stop(octave)

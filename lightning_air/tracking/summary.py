@@ -67,8 +67,8 @@ def links(place: RunPlace) -> list[str]:
     if page is not None and of_run is not None:
         lines = [f"{experiment}: {page}", f"{run}: {of_run}"]
     elif is_databricks_uri(place.tracking_uri):
-        lines = [f"{experiment} (number {place.experiment_id}) in the workspace of {place.tracking_uri!r}"]
-        lines.append(f"{run} (number {place.run_id})")
+        lines = [f"{experiment}: number {place.experiment_id} in the workspace of {place.tracking_uri!r}"]
+        lines.append(f"{run}: number {place.run_id}")
     else:
         uri = shlex.quote(_USER_INFO.sub("", place.tracking_uri))
         shown = f"{_LOCAL_UI}/#/experiments/{place.experiment_id}/runs/{place.run_id}"
@@ -110,7 +110,8 @@ def end_text(
         best: The best checkpoint; None where there is none.
         uploads_left: Names of files that did not arrive.
     """
-    lines = [f"Run {place.run_name or place.run_id} {status}: {run_url(place) or place.run_id}"]
+    url = run_url(place)
+    lines = [f"Run {place.run_name or place.run_id}: {status}{f', {url}' if url is not None else ''}"]
     lines.append(
         f"Metrics: {stats.num_sent:,} points sent, {stats.num_thinned:,} values thinned; "
         f"{budget}; training waited {seconds_blocked:,.2f} s."

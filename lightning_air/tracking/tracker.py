@@ -140,10 +140,11 @@ class Tracker:
         progress = load_progress(self.folder)
         thinner = RunThinner.from_snapshot(progress.thinner or info.thinner)
         # Another machine may have sent what this folder and the tail know nothing of; the mark counts it.
-        thinner.hand_over(new, after=num_left, spent=max(mark, thinner.used))
+        spent = spent_elsewhere(info, progress, mark)
+        thinner.hand_over(new, after=num_left, spent=spent + progress.num_sent)
         # Before the first record of this attempt, or the next one would not know where it begins.
         save_progress(self.folder, replace(progress, thinner=thinner.snapshot()))
-        return thinner, spent_elsewhere(info, progress, mark)
+        return thinner, spent
 
     # ---- logging -----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """A real `mlflow server` on loopback, with a database of its own: one per test session, started when first asked for.
 
 Ask for it in a fixture of session scope: then it runs before a test's guards look around, and is no leak of that test.
+Starting it takes seconds; `start_mlflow_server` lets them pass while other tests run.
 
     @pytest.fixture(scope="session")
     def server() -> MlflowServer:
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,13 +90,16 @@ class MlflowServer:
             return connection.execute(query, values).fetchall()
 
 
-@functools.cache
-def mlflow_server() -> MlflowServer:
-    """Return the session's server, which answers.
+@dataclass(frozen=True)
+class _Starting:
+    server: MlflowServer
+    process: "subprocess.Popen[bytes]"
+    output: Path
 
-    Raises:
-        RuntimeError: If it does not start; with its output.
-    """
+
+@functools.cache
+def start_mlflow_server() -> _Starting:
+    """Start the session's server, if it was not, and return at once."""
     resources = contextlib.ExitStack()
     atexit.register(resources.close)
     folder = Path(tempfile.mkdtemp(prefix="mlflow-server-", dir=_TEMPORARY_DIR))
@@ -123,19 +126,31 @@ def mlflow_server() -> MlflowServer:
             start_new_session=True,
         )
     resources.callback(_end, process)
-    _wait_until_healthy(server, process, folder / "output")
-    return server
+    return _Starting(server, process, folder / "output")
 
 
-def _wait_until_healthy(server: MlflowServer, process: "subprocess.Popen[bytes]", output: Path) -> None:
+@functools.cache
+def mlflow_server() -> MlflowServer:
+    """Return the session's server, which answers.
+
+    Raises:
+        RuntimeError: If it does not start; with its output.
+    """
+    starting = start_mlflow_server()
+    _wait_until_healthy(starting)
+    return starting.server
+
+
+def _wait_until_healthy(starting: _Starting) -> None:
     deadline_seconds = time.monotonic() + START_SECONDS
     while True:
         try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
+            with urllib.request.urlopen(f"{starting.server.url}/health", timeout=5):
                 return
-        except (urllib.error.URLError, OSError):
-            if process.poll() is not None or time.monotonic() > deadline_seconds:
-                raise RuntimeError(f"mlflow server does not start:\n{output.read_text(errors='replace')}") from None
+        except OSError:
+            if starting.process.poll() is not None or time.monotonic() > deadline_seconds:
+                output = starting.output.read_text(errors="replace")
+                raise RuntimeError(f"mlflow server does not start:\n{output}") from None
         time.sleep(0.05)
 
 

@@ -60,6 +60,7 @@ class ListDoor:
         self.bad_keys = bad_keys
         self.trouble = trouble
         self.stored: dict[Point, None] = {}
+        self.tags: dict[str, str] = {}
         self.batches: list[list[Point]] = []
         self.timeouts: list[float] = []
         self.refuses_all: str | None = None
@@ -76,7 +77,9 @@ class ListDoor:
         self.stored.update(dict.fromkeys(points))
 
     def set_tag(self, run_id: str, key: str, value: str, *, timeout_seconds: float = 30.0) -> None:
-        raise AssertionError("nobody should")
+        self.tags[key] = value
+        if self.refuses_all is not None:
+            raise Refused(self.refuses_all, blames_content=True)
 
 
 class FakeTime:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_air.tracking.autolog import (
     AutologNote,
+    end_autolog_run,
     find_autolog,
     mute_autolog_metrics,
     settle_autolog,
@@ -53,7 +54,7 @@ class Place(NamedTuple):
 
 
 class ClientLogger(Logger):
-    """Opens its run in `log_graph`, and logs at once."""
+    """Opens its run in `log_graph`, and sends the points at the end."""
 
     def __init__(self, place: Place, run_id: str | None = None) -> None:
         super().__init__()
@@ -62,6 +63,7 @@ class ClientLogger(Logger):
         self.stray: str | None = None
         self.is_own: list[bool] = []
         self.params: dict[str, Any] = {}
+        self.rows: list[Metric] = []
 
     name = version = property(lambda self: "ours")
 
@@ -93,9 +95,12 @@ class ClientLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if metrics:
-            rows = [Metric(key, value, 1, step or 0) for key, value in metrics.items() if key != "epoch"]
-            self.client.log_batch(self.run_id, metrics=rows)
+        self.rows += [Metric(key, value, 1, step or 0) for key, value in metrics.items() if key != "epoch"]
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.client.log_batch(self.run_id, metrics=self.rows)
+        self.rows = []
 
 
 class Model(LightningModule):
@@ -128,8 +133,12 @@ class Model(LightningModule):
 
 
 class Breaks(Model):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
     def on_train_epoch_end(self) -> None:
-        raise OSError("the disk is full")
+        raise self.error
 
 
 class AnotherWay(Callback):
@@ -226,6 +235,7 @@ def within_the_users_run(place: Place) -> tuple[ClientLogger, str, str]:
     logger = ClientLogger(place)
     with autologging(place), mlflow.start_run(run_name="the user's") as run:
         fit(logger)
+        end_autolog_run(run.info.run_id, "KILLED")
         status = mlflow.get_run(run.info.run_id).info.status
     return logger, run.info.run_id, status
 
@@ -234,7 +244,21 @@ def within_the_users_run(place: Place) -> tuple[ClientLogger, str, str]:
 def failing(place: Place) -> ClientLogger:
     logger = ClientLogger(place)
     with autologging(place), pytest.raises(OSError, match="the disk is full"):
-        fit(logger, Breaks())
+        fit(logger, Breaks(OSError("the disk is full")))
+    return logger
+
+
+@scenario
+def interrupted(place: Place) -> ClientLogger:
+    """As Lightning passes Ctrl-C and SIGTERM on."""
+    logger = ClientLogger(place)
+    with autologging(place):
+        with pytest.raises(SystemExit):
+            fit(logger, Breaks(SystemExit(1)))
+        end_autolog_run("another", "KILLED")
+        assert mlflow.active_run().info.run_id == logger.run_id
+        end_autolog_run(logger.run_id, "KILLED")
+        assert mlflow.active_run() is None
     return logger
 
 
@@ -462,6 +486,12 @@ def test_run_of_a_failure(played: Played) -> None:
     assert "loss" not in store.run.steps
 
 
+def test_run_of_an_interruption(played: Played) -> None:
+    """MLflow would call it FINISHED."""
+    _, store = played(interrupted)
+    assert store.run.status == "KILLED"
+
+
 # ---- autologging leaves the fit alone --------------------------------------------------------------------------------
 
 
@@ -558,22 +588,6 @@ def test_version_that_logs_metrics_in_another_way(played: Played) -> None:
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def fit_on_ranks(place: Place) -> ClientLogger:
-    logger = ClientLogger(place)
-    with autologging(place):
-        fit(logger, devices=2, strategy="ddp")
-    return logger
-
-
-def test_every_rank_that_calls_autolog_has_a_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    store = new_store(tmp_path_factory)
-    first, second = values(run_ranks(fit_on_ranks, 2, args=[store.place], warnings_as_errors=False))
-    [stray] = [run for run in store.runs if run.run_id != first.run_id]
-    assert (len(store.runs), stray.steps, first.stray) == (2, {}, None)
-    assert second.run_id == first.run_id
-    assert f"has started the run {stray.run_id} for rank 1, beside the one of rank 0 ({first.run_id})" in second.stray
-
-
 def fit_forked(place: Place) -> list[AutologNote]:
     logger = ClientLogger(place)
     with autologging(place, checkpoint=True):
@@ -600,10 +614,17 @@ def fit_sharded(place: Place) -> ClientLogger:
     return logger
 
 
-def test_checkpoints_that_would_wait_for_other_ranks_for_ever(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_ranks_that_each_call_autolog(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """MLflow starts a run on each, and saves checkpoints on rank 0 alone: with shards, for ever."""
     store = new_store(tmp_path_factory)
-    first, _ = values(run_ranks(fit_sharded, 2, args=[store.place], warnings_as_errors=False, timeout_seconds=30))
+    first, second = values(run_ranks(fit_sharded, 2, args=[store.place], warnings_as_errors=False))
+    [shared] = [run for run in store.runs if run.run_id == first.run_id]
+    [stray] = [run for run in store.runs if run.run_id != first.run_id]
+    assert shared.has_each_point_once(epochs=3, batches=BATCHES // 2)
+    assert (shared.artifacts, stray.steps) == ({"model_summary.txt"}, {})
     [note] = first.notes
     assert note.is_warning
+    assert note.text.startswith(f"mlflow.pytorch.autolog() and AirMLflowLogger share the run {first.run_id}: ")
     assert "The checkpoints of mlflow.pytorch.autolog() are turned off" in note.text
-    assert {frozenset(run.artifacts) for run in store.runs} == {frozenset({"model_summary.txt"})}
+    assert (first.stray, second.run_id) == (None, first.run_id)
+    assert f"has started the run {stray.run_id} for rank 1, beside the one of rank 0 ({first.run_id})" in second.stray

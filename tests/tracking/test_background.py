@@ -167,7 +167,7 @@ def test_refused_is_dropped_and_said_once() -> None:
         assert background.flush(SECONDS)
         assert background.num_dropped == 3
     assert made == ["last"]
-    assert said == ["file 0 is not uploaded: MlflowException: no."]
+    assert said == ["MLflow has not got file 0: MlflowException: no."]
 
 
 def test_pauses_grow_and_retry_after_is_kept() -> None:
@@ -190,13 +190,13 @@ def test_outage_is_said_when_it_lasts() -> None:
         background.submit("config.yaml", failing(9, Unreachable("no route")))
         assert background.flush(SECONDS)
     assert said.messages
-    assert "config.yaml cannot be uploaded for " in said.messages[0]
+    assert "MLflow has not taken config.yaml for " in said.messages[0]
     assert "no route" in said.messages[0]
 
 
 def test_a_call_that_always_fails_does_not_stop_the_others() -> None:
     said = Said()
-    made = []
+    made: list[object] = []
     tries = []
     clock = FakeTime()
 
@@ -229,8 +229,8 @@ def test_close_keeps_its_deadline_and_names_what_is_left() -> None:
         assert not background.close(0.2)
         assert 0.15 < time.monotonic() - begun < 2
         background.submit("c.yaml", lambda: made.append("c"))
-    assert said.messages[0] == "Not known to have been uploaded within 0.2 s: gate, a.yaml, b.yaml."
-    assert "c.yaml is not uploaded" in said.messages[1]
+    assert said.messages[0] == "Not known to have reached MLflow within 0.2 s: gate, a.yaml, b.yaml."
+    assert "MLflow has not got c.yaml" in said.messages[1]
     thread = background._thread
     assert thread is not None
     thread.join(SECONDS)

@@ -19,7 +19,7 @@ from lightning_air.tracking.record_codec import (
     frame_word,
 )
 
-law = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+law = settings(max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 int64 = st.integers(-(2**63), 2**63 - 1)
 names = st.lists(st.text(st.characters(codec=None)), unique=True, max_size=30)
 

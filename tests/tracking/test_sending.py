@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_air.tracking.batches import batches_of
-from lightning_air.tracking.door_errors import Busy, Refused, Unreachable
+from lightning_air.tracking.door_errors import Busy, DoorError, Refused, TooLate, Unreachable
 from lightning_air.tracking.patience import Patience, backoff_seconds
 from lightning_air.tracking.points import Point
 from lightning_air.tracking.rest_door import batch_json
@@ -194,6 +194,30 @@ def test_a_busy_server_is_given_the_time_that_it_asks_for_within_reason(asked: f
     assert bench.sender.send(twenty()).num_done == 20
     if asked is not None:
         assert bench.time.now - begun == pytest.approx(max(waited, 1 / 40), abs=1e-6)
+
+
+@pytest.mark.parametrize("error", [TooLate("30 s"), Busy("HTTP 504")])
+def test_a_batch_that_is_too_much_for_the_server_goes_in_parts(error: DoorError) -> None:
+    # It stores the batch, but too late; then that it is stored already takes it even longer.
+    bench = Bench()
+    points = twenty(50)
+
+    def overtax(_: int) -> None:
+        batch = bench.door.batches[-1]
+        if len(batch) > 200:
+            bench.door.stored.update(dict.fromkeys(batch))
+            raise error
+
+    bench.door.trouble = overtax
+    assert bench.sender.send(points).num_done == 1000
+    assert list(bench.door.stored) == points
+    assert len(bench.door.batches) < 30
+
+
+def test_an_outage_does_not_make_batches_smaller() -> None:
+    bench = Bench(ListDoor(trouble=failing(Unreachable("refused"), times=20)))
+    bench.sender.send(twenty(50))
+    assert {len(batch) for batch in bench.door.batches} == {1000}
 
 
 def test_whoever_waits_cuts_a_pause_short() -> None:

@@ -171,8 +171,9 @@ def test_a_known_end_leaves_the_law_to_a_run_that_stops_early(num_metrics: int, 
         assert after - before <= max(1, before / OCTAVE_POINTS)
 
 
-def test_too_many_metrics_for_a_known_end_get_a_window_each_until_nothing_is_left() -> None:
-    strides = Strides(limit=100, horizon=10**6)
+@pytest.mark.parametrize("horizon", [None, 10**6])
+def test_more_metrics_than_points_get_half_of_what_is_left_and_no_more_in_the_same_octave(horizon: int | None) -> None:
+    strides = Strides(limit=100, horizon=horizon)
     strides.set_weight(300)
 
     granted = sum(strides.open(0) is not None for _ in range(300))

@@ -132,8 +132,8 @@ def test_with_a_server_that_takes_three_seconds_an_append_takes_none(server: Mlf
         pytest.param(Fault(status=429, headers={"Retry-After": "1"}, times=1), 30.0, id="too many requests"),
         pytest.param(Fault(status=500, times=1), 30.0, id="broken"),
         pytest.param(Fault(cuts=True, times=1), 30.0, id="cut after storing"),
-        pytest.param(Fault(drip_seconds=0.8, times=1), 0.8, id="slow drip"),
-        pytest.param(Fault(seconds=20.0, times=1), 0.8, id="silent"),
+        pytest.param(Fault(drip_seconds=1.0, times=1), 1.5, id="slow drip"),
+        pytest.param(Fault(seconds=20.0, times=1), 1.5, id="silent"),
     ],
 )
 def test_on_a_bad_day_every_point_arrives_once(
@@ -150,7 +150,9 @@ def test_on_a_bad_day_every_point_arrives_once(
         stats = writer.stats()
         if fault.headers:
             assert time.monotonic() - begun >= 1
-        assert stats.num_requests == proxy.count() == 3
+        # On a busy machine, an honest answer too may come after the shorter time limit.
+        assert stats.num_requests == proxy.count()
+        assert proxy.count() == 3 or (proxy.count() > 3 and request_seconds < SECONDS)
         assert stats.outage_seconds > 0
         assert stats.last_error is None
         assert (stats.num_sent, stats.num_pending_points, stats.num_pending_records) == (1200, 0, 0)

@@ -1,0 +1,381 @@
+"""A run's points, over all its attempts: repeatable from any snapshot, named apart, within the cap, latest values right."""
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_air.tracking.metric_names import is_valid_key, valid_key
+from lightning_air.tracking.points import Point, Record
+from lightning_air.tracking.run_thinner import RunThinner
+from lightning_air.tracking.thinning import Thinner
+
+# "loss$" becomes "loss_-<hash>", which is what the last one is called.
+NAMES = ("loss", "val/loss", "loss$", "../up", "x" * 251, "", valid_key("loss$"))
+law = settings(max_examples=30, deadline=None)
+
+
+@st.composite
+def logs(draw: st.DrawFn, *, names: Sequence[str] = NAMES, max_size: int = 25) -> list[Record]:
+    """Records of one attempt: steps that mostly go on, sometimes back."""
+    step, timestamp_ms, records = draw(st.integers(0, 300)), 1_000_000, []
+    for _ in range(draw(st.integers(0, max_size))):
+        step = max(0, step + draw(st.integers(-20, 3) | st.integers(0, 30)))
+        timestamp_ms += draw(st.integers(1, 2_000))
+        values = draw(st.dictionaries(st.sampled_from(names), st.floats(width=32), max_size=4))
+        records.append(Record(timestamp_ms, step, values))
+    return records
+
+
+thinners = st.builds(
+    lambda step, cap, prefix, exempt: RunThinner(
+        Thinner(step=step, max_metric_steps=cap, reserve=cap // 4, aggregate=("mean", "last"), exempt=exempt),
+        prefix=prefix,
+    ),
+    step=st.just("auto") | st.integers(1, 20),
+    cap=st.integers(4, 200) | st.just(10**6),
+    prefix=st.sampled_from(["", "mine", "a/b", "$"]),
+    exempt=st.sampled_from([(), ("val*",)]),
+)
+
+
+def saved(thinner: RunThinner) -> RunThinner:
+    """Return what a process finds that reads the snapshot from a file."""
+    return RunThinner.from_snapshot(json.loads(json.dumps(thinner.snapshot())))
+
+
+def thinned(thinner: RunThinner, records: Iterable[Record]) -> list[Point]:
+    return [point for record in records for point in thinner.add(record)]
+
+
+def every_step(steps: Iterable[int], *names: str, start_ms: int = 0) -> list[Record]:
+    """Records whose values are their steps."""
+    return [Record(start_ms + 10 * step, step, dict.fromkeys(names, float(step))) for step in steps]
+
+
+def latest(points: Iterable[Point]) -> dict[str, Point]:
+    """Return what the server shows as each metric's latest value."""
+    found: dict[str, Point] = {}
+    for point in points:
+        found[point.key] = max(
+            point, found.get(point.key, point), key=lambda each: (each.step, each.timestamp_ms, each.value)
+        )
+    return found
+
+
+# ---- repeatable ------------------------------------------------------------------------------------------------------
+
+
+@law
+@given(thinners, thinners, logs(), logs(), st.dictionaries(st.sampled_from(NAMES), st.integers(0, 400)), st.data())
+def test_a_snapshot_at_any_moment_goes_on_with_the_same_points(
+    thinner: RunThinner,
+    follower: RunThinner,
+    left: list[Record],
+    records: list[Record],
+    beyond: dict[str, int],
+    data: st.DataObject,
+) -> None:
+    """Killed anywhere: among what an earlier attempt has left, at the hand-over, after a roll-back."""
+    other, restart = saved(thinner), data.draw(st.integers(0, len(left) + len(records)))
+    handed, rolled = (data.draw(st.integers(0, len(left))) for _ in range(2))
+    spent = data.draw(st.integers(0, 300))
+    for index, record in enumerate([*left, *records]):
+        if index == restart:
+            other = saved(other)
+        for each in (thinner, other):
+            if index == handed:
+                each.hand_over(saved(follower), after=len(left) - index, spent=spent)
+            if index == rolled:
+                each.roll_back(beyond)
+        assert repr(other.add(record)) == repr(thinner.add(record))
+    other = saved(other)
+    assert repr(other.flush()) == repr(thinner.flush())
+    assert other.take_events() == thinner.take_events()
+    assert other.used == thinner.used
+    assert json.dumps(other.snapshot()) == json.dumps(thinner.snapshot())
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    thinner = RunThinner(Thinner(step=1))
+    thinner.hand_over(RunThinner(Thinner(step=1)), after=5, spent=0)
+    before = json.dumps(snapshot := thinner.snapshot())
+
+    thinned(thinner, every_step(range(3), "a"))
+
+    assert json.dumps(snapshot) == before
+    assert RunThinner.from_snapshot(snapshot).used == 0
+
+
+def test_a_snapshot_of_another_version_is_refused() -> None:
+    snapshot = RunThinner(Thinner()).snapshot() | {"version": 99}
+
+    with pytest.raises(ValueError, match="version 1, got 99"):
+        RunThinner.from_snapshot(snapshot)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+@law
+@given(st.permutations(NAMES), st.sampled_from(["", "mine", "$"]), st.integers(0, len(NAMES)))
+def test_names_have_keys_of_their_own_also_after_a_restart(names: list[str], prefix: str, restart: int) -> None:
+    thinner, points = RunThinner(Thinner(step=1, exempt=()), prefix=prefix), []
+    for round_ in range(2):
+        for index, name in enumerate(names):
+            if index == restart:
+                thinner = saved(thinner)
+            number = float(names.index(name))
+            points += thinner.add(Record(round_ * 1_000 + index, round_, {name: number}))
+    points += thinner.flush()
+
+    numbers = defaultdict(set)
+    for point in points:
+        assert is_valid_key(point.key)
+        numbers[point.key].add(point.value)
+    assert sorted(value for values in numbers.values() for value in values) == list(range(len(names)))
+    assert all(len(values) == 1 for values in numbers.values())
+
+
+def test_the_prefix_stands_before_each_key_and_is_no_part_of_what_patterns_match() -> None:
+    thinner = RunThinner(Thinner(step=10, exempt=("val*",)), prefix="mine")
+
+    points = thinned(thinner, every_step(range(3), "loss", "val/loss"))
+
+    assert [point.key for point in points] == ["mine-val/loss"] * 3
+    assert [point.key for point in thinner.flush()] == ["mine-loss"]
+    assert thinner.take_renamed() == {}
+
+
+def test_what_was_renamed_is_said_once_in_each_process() -> None:
+    thinner = RunThinner(Thinner(step=1, exempt=()), prefix="mine")
+    thinned(thinner, every_step(range(2), "a$", "b"))
+
+    assert thinner.take_renamed() == {"a$": valid_key("mine-a$")}
+    assert thinner.take_renamed() == {}
+    assert saved(thinner).take_renamed() == {"a$": valid_key("mine-a$")}
+
+
+# ---- attempts --------------------------------------------------------------------------------------------------------
+
+
+@law
+@given(
+    thinners.filter(lambda each: each.thinner.cap == 10**6),
+    thinners.filter(lambda each: each.thinner.cap == 10**6),
+    logs(names=("a", "b$")),
+    logs(names=("a", "b$")),
+    st.data(),
+)
+def test_each_attempt_s_records_are_thinned_with_its_own_options(
+    first: RunThinner, second: RunThinner, left: list[Record], records: list[Record], data: st.DataObject
+) -> None:
+    killed = data.draw(st.integers(0, len(left)))
+    both = saved(first)
+    points = thinned(both, left[:killed])
+    both = saved(both)
+    both.hand_over(saved(second), after=len(left) - killed, spent=len(points))
+    points += thinned(both, left[killed:])
+    points += thinned(both, records)
+    points += both.flush()
+
+    alone = thinned(first, left) + first.flush()
+    assert repr(points[: len(alone)]) == repr(alone)
+    num_values = sum(math.isfinite(value) for record in records for value in record.values.values())
+    keys = {point.key for point in points[len(alone) :]}
+    assert bool(keys) >= bool(num_values)
+    separator = "-" if second.prefix else ""
+    assert all(key.startswith(("nonfinite/", second.prefix.replace("$", "_") + separator)) or "$" in second.prefix for key in keys)
+
+
+def test_a_new_attempt_has_its_own_step_and_prefix_from_its_first_record_on() -> None:
+    thinner = RunThinner(Thinner(step=10, exempt=()), prefix="old")
+    points = thinned(thinner, every_step(range(25), "a"))
+    thinner.hand_over(RunThinner(Thinner(step=5, exempt=()), prefix="new"), after=10, spent=2)
+    points += thinned(saved(thinner), every_step(range(25, 50), "a"))
+
+    thinner = saved(thinner)
+    thinned(thinner, every_step(range(25, 50), "a"))
+    points += thinner.flush()
+
+    assert [(point.key, point.step) for point in points] == [
+        *[("old-a", step) for step in (9, 19, 29, 34)],
+        *[("new-a", step) for step in (39, 44, 49)],
+    ]
+
+
+def test_what_changes_concerns_the_attempt_that_is_to_take_over() -> None:
+    thinner = RunThinner(Thinner())
+    thinner.hand_over(RunThinner(Thinner()), after=1, spent=0)
+    thinner.hand_over(RunThinner(Thinner(max_metric_steps=5)), after=2, spent=0)
+    before = thinner.thinner.snapshot()
+
+    thinner.newest.thinner.set_horizon(1_000)
+
+    assert thinner.thinner.snapshot() == before
+    assert thinner.newest.thinner.cap == 5
+    thinned(thinner, every_step(range(3), "a"))
+    assert thinner.newest is thinner
+    assert thinner.thinner.cap == 5
+    assert thinner.snapshot()["thinner"]["steps"]["strides"]["horizon"] == 1_000
+
+
+def test_events_of_an_earlier_attempt_are_not_lost() -> None:
+    thinner = RunThinner(Thinner(exempt=()))
+    thinner.hand_over(RunThinner(Thinner(exempt=())), after=1, spent=0)
+    thinner.add(Record(1, 1, {"a": math.nan}))
+    thinner.add(Record(2, 2, {"a": math.inf}))
+
+    assert [(event.step, event.value) for event in saved(thinner).take_events()] == [(1, "nan"), (2, "inf")]
+    assert [(event.step, event.value) for event in thinner.take_events()] == [(1, "nan"), (2, "inf")]
+    assert thinner.take_events() == []
+
+
+# ---- the cap ---------------------------------------------------------------------------------------------------------
+
+
+@law
+@given(
+    cap=st.integers(1, 120),
+    step=st.just("auto") | st.integers(1, 5),
+    attempts=st.lists(logs(names=("a", "b", "val/c")), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_the_cap_holds_over_attempts_that_go_back_to_any_earlier_moment(
+    cap: int, step: Any, attempts: list[list[Record]], data: st.DataObject
+) -> None:
+    """Each attempt resumes from a snapshot of any earlier one, as from a checkpoint; they share the mark only."""
+    stored: set[Point] = set()
+    moments: list[tuple[RunThinner, list[Record]]] = []
+    mark = 0
+    for number, records in enumerate(attempts):
+        new = RunThinner(Thinner(step=step, max_metric_steps=cap, spent=mark))
+        if moments:
+            thinner, left = data.draw(st.sampled_from(moments))
+            thinner = saved(thinner)
+            thinner.hand_over(new, after=len(left), spent=mark)
+        else:
+            thinner, left = new, []
+        own = [Record(record.timestamp_ms + 10**6 * number, record.step, record.values) for record in records]
+        todo, sent_since = [*left, *own], 0
+        killed = data.draw(st.integers(0, len(todo)))
+        if data.draw(st.booleans()):
+            thinner.roll_back({"a": 10**4, "b": 10**4})
+        base = mark
+        acknowledged = 0
+        for index, record in enumerate(todo[:killed]):
+            if data.draw(st.integers(0, 4)) == 0:
+                acknowledged = index
+                moments.append((saved(thinner), todo[index : data.draw(st.integers(index, killed))]))
+            points = thinner.add(record)
+            sent_since += len(points)
+            mark = max(mark, base + sent_since)
+            stored |= set(points)
+        if killed == len(todo) and data.draw(st.booleans()):
+            points = thinner.flush()
+            mark = max(mark, base + sent_since + len(points))
+            stored |= set(points)
+        assert acknowledged <= killed
+        assert len(stored) <= mark
+        assert len(stored) <= cap
+
+
+def test_points_of_an_earlier_attempt_are_dropped_where_another_machine_has_used_the_budget_up() -> None:
+    thinner = RunThinner(Thinner(step=1, max_metric_steps=100, reserve=0, exempt=()))
+    points = thinned(thinner, every_step(range(10), "a"))
+    thinner.hand_over(RunThinner(Thinner(step=1, max_metric_steps=100, reserve=0, exempt=())), after=20, spent=95)
+
+    points = thinned(thinner, every_step(range(10, 60), "a")) + thinner.flush()
+
+    assert len(points) == 5
+    assert thinner.used >= 100
+
+
+# ---- a roll-back -----------------------------------------------------------------------------------------------------
+
+
+@law
+@given(
+    reached=st.integers(0, 60),
+    resumed=st.integers(0, 60),
+    stop=st.integers(1, 60),
+    acknowledged=st.integers(0, 60),
+    step=st.integers(1, 7),
+)
+def test_the_latest_value_is_the_last_one_logged(
+    *, reached: int, resumed: int, stop: int, acknowledged: int, step: int
+) -> None:
+    """In the same folder: what was left is sent first, some of it beyond the step at which the run resumes."""
+    records = every_step(range(reached + 1), "a", "b")
+    acknowledged = min(acknowledged, len(records))
+    thinner = RunThinner(Thinner(step=step, exempt=()))
+    stored = thinned(thinner, records[:acknowledged])
+    thinner = saved(thinner)
+    thinner.hand_over(RunThinner(Thinner(step=step, exempt=())), after=len(records) - acknowledged, spent=len(stored))
+    thinner.roll_back({key: point.step for key, point in latest(stored).items() if point.step > resumed})
+
+    again = [
+        Record(10**6 + step, step, {"a": 1_000.0 + step}) for step in range(min(resumed, reached) + 1, resumed + stop)
+    ]
+    stored += thinned(thinner, records[acknowledged:])
+    stored += thinned(thinner, again)
+    stored += thinner.flush()
+
+    found = latest(stored)
+    assert found["b"].step == reached
+    if again:
+        last_window = [record.values["a"] for record in again if record.step // step == again[-1].step // step]
+        assert found["a"].value == pytest.approx(sum(last_window) / len(last_window))
+        assert found["a"].step == max(reached, again[-1].step)
+
+
+def test_a_value_is_said_again_only_where_it_stays_below_what_the_server_has() -> None:
+    thinner = RunThinner(Thinner(step=1, exempt=()), prefix="mine")
+    thinner.roll_back({"mine-a": 100, "mine-b": 5, "mine-c": 100, "mine-never": 100})
+    points = thinned(thinner, every_step(range(10), "a", "b"))
+    points += thinned(thinner, every_step([100], "c"))
+    points += thinned(thinner, every_step(range(101, 103), "b"))
+
+    points += thinner.flush()
+
+    counts = Counter((point.key, point.step) for point in points if point.step == 100)
+    assert counts == {("mine-a", 100): 1, ("mine-c", 100): 1}
+    assert latest(points)["mine-a"] == Point("mine-a", 9.0, 90, 100)
+    assert latest(points)["mine-b"].step == 102
+
+
+def test_values_are_said_again_at_the_end_of_each_stage_and_charged() -> None:
+    thinner = RunThinner(Thinner(step=1, exempt=()))
+    thinner.roll_back({"a": 100, "b": 100})
+    used = thinner.used
+    assert used == 2
+    ends = []
+    for stage in range(3):
+        points = thinned(thinner, every_step(range(10 * stage, 10 * stage + 10), "a")) + thinner.flush()
+        ends.append([point for point in points if point.step == 100])
+    assert [[(point.key, point.value) for point in end] for end in ends] == [[("a", 9.0)], [("a", 19.0)], [("a", 29.0)]]
+    assert thinner.flush() == []
+    assert thinner.used >= 30 + 3
+
+
+def test_nothing_is_said_again_without_a_roll_back() -> None:
+    """A metric may have an axis of its own, that starts anew in each epoch."""
+    thinner = RunThinner(Thinner(step=1, exempt=()))
+    points = thinned(thinner, every_step([*range(10), *range(5)], "a")) + thinner.flush()
+    assert [point.step for point in points] == [*range(10), *range(5)]
+
+
+def test_nothing_is_said_again_beyond_the_cap() -> None:
+    names = [f"m{index}" for index in range(5)]
+    thinner = RunThinner(Thinner(step=10, max_metric_steps=6, reserve=0, exempt=()))
+    points = thinned(thinner, every_step(range(3), *names))
+    thinner.roll_back(dict.fromkeys(names, 100))
+
+    points += thinner.flush()
+
+    assert len(points) == 5
