@@ -8,8 +8,8 @@ contract tests fail when a Lightning release moves one. The package speaks `ligh
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 # Private: moves optimizer state to the device, which the stock strategies do at the end of `setup`.

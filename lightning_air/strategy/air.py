@@ -6,7 +6,7 @@
 failing together, and who calls the CheckpointIO.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -31,12 +31,14 @@ from lightning_air._lightning import (
     rank_zero_warn,
     refuse_other_package,
 )
+from lightning_air.strategy.announcing import Announcer
 from lightning_air.strategy.checkpoint_io import is_collective
-from lightning_air.strategy.failure import FailureWatch
 from lightning_air.strategy.loop_stop import SIGTERM_EXIT_CODE, LoopStop
+from lightning_air.strategy.membership import Membership
 from lightning_air.strategy.names import noted, with_own_names
 from lightning_air.strategy.options import SHARDINGS, Sharding, StrategyOptions, check_options, check_sharding
-from lightning_air.strategy.process_group import Membership, backend_for, barrier, choose_backend, join, reduce
+from lightning_air.strategy.preparing import choose_grad_mode, refuse_frozen_model
+from lightning_air.strategy.process_group import abort, barrier, choose_backend, join, reduce
 from lightning_air.strategy.stop import Stop
 from lightning_air.strategy.topology import (
     AIR_KINDS,
@@ -46,6 +48,7 @@ from lightning_air.strategy.topology import (
     resolve_devices,
     resolve_num_nodes,
 )
+from lightning_air.strategy.world import current_world, enter_world
 
 T = TypeVar("T")
 
@@ -55,8 +58,8 @@ class _AnnounceFirst(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        assert isinstance(trainer.strategy, AirStrategy)
-        trainer.strategy._announce(exception)  # noqa: SLF001 - one class in two parts
+        if isinstance(trainer.strategy, AirStrategy):  # a Trainer of another strategy may have been given our list
+            trainer.strategy._announce(exception)  # noqa: SLF001 - one class in two parts
 
 
 class _FrontDoor:
@@ -153,10 +156,8 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
         )
         self._init_stock(self.options)
         self._loop_stop: LoopStop | None = None
-        self._has_failed = False  # on this rank alone: nobody will join a collective any more
-        self._control_group: dist.ProcessGroup | None = None
-        self._control_world: dist.ProcessGroup | None = None  # the default group that it was made in
-        self._failure_watch: FailureWatch | None = None
+        self._was_asked_before = False  # to stop, when the run before was at its end
+        self._announcer = Announcer(abort=self._abort_collectives)
 
     def _refuse_another_leafs(self, sharding: Sharding) -> None:
         leaf = AirStrategy._leaves[sharding]
@@ -235,10 +236,21 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
     # ---- the process group ------------------------------------------------------------------------------------------
 
     @override
+    def connect(self, model: LightningModule) -> None:
+        """Begin a run: Lightning's first call of it, before any hook of the user's."""
+        super().connect(model)
+        self._announcer.begin()
+        if self._loop_stop is not None:
+            self._was_asked_before = self._loop_stop.is_unheeded
+            self._loop_stop = None
+        callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined] # set by its connector
+        if not any(isinstance(callback, _AnnounceFirst) for callback in callbacks):
+            callbacks.insert(0, _AnnounceFirst())
+
+    @override
     def setup_environment(self) -> None:
         """Make or check the process group. Collective: every rank calls this."""
         assert self.accelerator is not None
-        self._announce_first(self._module.trainer)
         self.set_world_ranks()  # a forked rank has learnt which one it is since the Trainer was built
         self.accelerator.setup_device(self.root_device)  # before NCCL opens a context on it
         membership = self._membership()
@@ -250,24 +262,10 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
             device=self.root_device,
         )
         if membership.world_size > 1:
-            if self._control_group is None or self._control_world is not dist.group.WORLD:
-                # The exchange of stops must not share a group with anything: its order is its own.
-                self._control_group = dist.new_group(backend="gloo", timeout=self.options.timeout)
-                self._control_world = dist.group.WORLD
-            # Private: a store has no public getter; the failure watch talks through a connection of its own.
-            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined] # noqa: SLF001
-            self._failure_watch = FailureWatch(membership, store, abort=self._abort_collectives)
-            self._failure_watch.start()
+            self._announcer.open(enter_world(membership, self.options.timeout))
         super().setup_environment()  # the stock strategy finds the group made
         if is_collective(self.checkpoint_io):
             self.checkpoint_io.connect(self.sharding)
-
-    def _announce_first(self, trainer: Trainer) -> None:
-        """Let no callback hear of an exception before the other ranks do, from the first hook on."""
-        self._has_failed = False
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by Trainer's callback connector
-        if not any(isinstance(callback, _AnnounceFirst) for callback in callbacks):
-            callbacks.insert(0, _AnnounceFirst())
 
     def _membership(self) -> Membership:
         assert self.cluster_environment is not None
@@ -285,9 +283,7 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
         )
 
     def _abort_collectives(self) -> None:
-        if backend_for(self.root_device) == "nccl":
-            # Experimental in torch, and the only way to end a NCCL collective whose peer is gone.
-            dist.distributed_c10d._abort_process_group()  # noqa: SLF001
+        abort(self.root_device)
 
     # ---- setting up -------------------------------------------------------------------------------------------------
 
@@ -301,37 +297,18 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
         """Do what stands before every sharding's own setup."""
         refuse_other_package(trainer, *all_parts(trainer))
         if trainer.state.fn == TrainerFn.FITTING:
-            self._refuse_frozen_model()
-        self._choose_grad_mode(trainer)
+            refuse_frozen_model(self._module)
+        choose_grad_mode(trainer, self.root_device, self.sharding)
         self._leave_if_asked_before()
-        self._loop_stop = LoopStop(trainer, self.launcher, self._control_group, self.global_rank)
+        world = current_world()
+        control_group = None if world is None else world.control_group
+        self._loop_stop = LoopStop(trainer, self.launcher, control_group, self.global_rank)
 
     def _leave_if_asked_before(self) -> None:
         """Do not begin if a rank was told to stop when the run before was at its end. Collective."""
-        was_asked = self._loop_stop is not None and self._loop_stop.is_unheeded
-        self._loop_stop = None
+        was_asked, self._was_asked_before = self._was_asked_before, False
         if self.reduce_boolean_decision(was_asked, all=False):
             raise SIGTERMException(SIGTERM_EXIT_CODE)
-
-    def _refuse_frozen_model(self) -> None:
-        assert self.lightning_module is not None
-        if not any(param.requires_grad for param in self.lightning_module.parameters()):
-            num_params = sum(1 for _ in self.lightning_module.parameters())
-            raise ValueError(
-                f"{type(self.lightning_module).__name__} has nothing to train: none of its {num_params} parameters "
-                "requires a gradient. Unfreeze some, or call trainer.validate, test or predict."
-            )
-
-    def _choose_grad_mode(self, trainer: Trainer) -> None:
-        """Evaluate under `no_grad` where `inference_mode` does not work.
-
-        Gloo's collectives do not (Lightning asks for the name "gloo" and misses "cpu:gloo"), nor do parameters that
-        FSDP gathered under it and keeps for training.
-        """
-        if self.root_device.type == "cpu" or self.sharding != "ddp":
-            loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
-            for loop in (*loops, trainer.predict_loop):
-                loop.inference_mode = False
 
     # ---- stopping together ------------------------------------------------------------------------------------------
 
@@ -369,24 +346,24 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._raise_if_another_failed()
+        self._announcer.raise_if_another_failed()
         return self._step("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._raise_if_another_failed()
+        self._announcer.raise_if_another_failed()
         if self._loop_stop is not None:
             self._loop_stop.leave_if_agreed_in_validation()
         return self._step("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._raise_if_another_failed()
+        self._announcer.raise_if_another_failed()
         return self._step("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._raise_if_another_failed()
+        self._announcer.raise_if_another_failed()
         if self._loop_stop is not None:
             self._loop_stop.leave_prediction()
         return self._step("predict_step", *args, **kwargs)
@@ -397,15 +374,11 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
 
     # ---- failing together -------------------------------------------------------------------------------------------
 
-    def _raise_if_another_failed(self) -> None:
-        if self._failure_watch is not None:
-            self._failure_watch.raise_if_another_failed()
-
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         # The gradients of a collective that was aborted are not to be stepped with.
-        self._raise_if_another_failed()
+        self._announcer.raise_if_another_failed()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -420,21 +393,19 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = SIGTERM_EXIT_CODE  # Lightning's own is success, and nobody would start the run again
         if self._loop_stop is not None:
-            self._loop_stop.end(failed=True)
-        if self._failure_watch is not None and self.stop is None and not self._has_failed:
-            self._has_failed = True
-            self._failure_watch.on_exception(exception)
+            self._loop_stop.end(exception)
+        is_agreed = isinstance(exception, SIGTERMException) and self.stop is not None
+        if not is_agreed:
+            self._announcer.announce(exception)
 
     @override
     def teardown(self) -> None:
         """End what `setup` began. Called on every rank, also after an exception."""
         try:
             if self._loop_stop is not None:
-                self._loop_stop.end(failed=False)
+                self._loop_stop.end()
         finally:
-            if self._failure_watch is not None:
-                self._failure_watch.close()
-                self._failure_watch = None
+            self._announcer.close()
             self._teardown_stock()
 
     def _teardown_stock(self) -> None:
@@ -450,9 +421,9 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
 
     def _can_meet_others(self) -> bool:
         """Return whether a collective makes sense; raise if another rank has failed and this one is to learn of it."""
-        if self._has_failed:
+        if self._announcer.has_failed:
             return False
-        self._raise_if_another_failed()
+        self._announcer.raise_if_another_failed()
         return dist.is_initialized()
 
     # ---- collectives ------------------------------------------------------------------------------------------------
@@ -503,8 +474,8 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
 
         After one rank has failed nothing is saved: the ranks are not at the same step, and would wait for each other.
         """
-        self._raise_if_another_failed()
-        if self._has_failed:
+        self._announcer.raise_if_another_failed()
+        if self._announcer.has_failed:
             rank_zero_warn(f"{filepath} is not saved, since a rank has failed and the others cannot take part.")
             return
         if is_collective(self.checkpoint_io):
@@ -514,11 +485,10 @@ class AirStrategy(_FrontDoor, ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if is_collective(self.checkpoint_io):
-            state = with_own_names(checkpoint["state_dict"], self._module)
-            checkpoint = {**checkpoint, "state_dict": state}
-        super().load_model_state_dict(checkpoint, strict=strict)
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load through the CheckpointIO. Collective: every rank calls this."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return with_own_names(checkpoint, self._module) if is_collective(self.checkpoint_io) else checkpoint
 
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:

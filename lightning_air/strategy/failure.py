@@ -13,10 +13,12 @@ and every rank has one thread that looks there:
 
 So the others end within POLL_SECONDS + GRACE_SECONDS, 31 s, whatever they were doing; usually within about a second.
 A rank that is killed posts nothing: over gloo its closed sockets tell, over NCCL the launcher or the timeout.
+
+Failures are numbered, and every rank goes through them in order, in whichever run it meets them. One that raises when
+its fit is over meets the others in what they do next, before they wait for it there.
 """
 
 import faulthandler
-import itertools
 import json
 import logging
 import os
@@ -29,7 +31,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_air.strategy.process_group import Membership, wait_until
+from lightning_air.strategy.process_group import wait_until
+from lightning_air.strategy.world import World
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +43,6 @@ GRACE_SECONDS = 30.0
 LATE_POST_SECONDS = 3.0
 _STORE_TIMEOUT = timedelta(seconds=5)
 _MAX_MESSAGE_CHARACTERS = 4000
-
-# Every rank sets up equally often, so the same number means the same fit on all of them.
-_generations = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ class FailureWatch:
     """Post this rank's failure, learn of another's. One thread, `air-failure-watch`, from `start` to `close`.
 
     Args:
-        membership: Who this rank is.
-        store: Where all ranks read and write; a connection of its own, since the main thread may be waiting in the
-            one that the process group uses.
+        world: Who this rank is, where all ranks read and write, and how many failures there have been before.
         abort: Ends the collectives that this process hangs in.
         exit_process: Ends this process at once; called with 1 when the main thread is stuck.
         poll_seconds: How often to look.
@@ -72,17 +70,18 @@ class FailureWatch:
 
     def __init__(
         self,
-        membership: Membership,
-        store: dist.Store,
+        world: World,
         *,
         abort: Callable[[], None],
         exit_process: Callable[[int], object] = os._exit,
         poll_seconds: float = POLL_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        self._membership = membership
-        store.set_timeout(_STORE_TIMEOUT)
-        self._store = dist.PrefixStore(f"lightning_air/failure/{next(_generations)}", store)
+        self._world = world
+        self._membership = world.membership
+        self._number = world.num_failures
+        world.store.set_timeout(_STORE_TIMEOUT)
+        self._store = dist.PrefixStore(f"failure/{self._number}", world.store)
         self._abort = abort
         self._exit_process = exit_process
         self._poll_seconds = poll_seconds
@@ -93,7 +92,9 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, name="air-failure-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch. What another rank posted before, in a run that went well here, is known at once."""
+        with suppress(dist.DistError, RuntimeError):  # no store: the thread will find out
+            self._look()
         self._thread.start()
 
     def close(self) -> None:
@@ -111,13 +112,14 @@ class FailureWatch:
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others of this rank's exception or, if another rank failed before, tell this exception of it.
 
-        Called by the main thread of the rank that raised, on every such rank.
+        Called by the main thread of the rank that raised, on every such rank; also when it was not started.
         """
         self._handled.set()
         # On a thread: a store whose machine went away without a word never answers, and its calls have no timeout.
         telling = threading.Thread(target=self._tell, args=(exception,), name="air-failure-tell", daemon=True)
         telling.start()
         telling.join(timeout=LATE_POST_SECONDS + ACK_SECONDS + 1)
+        self._world.num_failures = max(self._world.num_failures, self._number + 1)
         if self._failure is not None:
             _explain(exception, self._failure)
 
@@ -150,6 +152,13 @@ class FailureWatch:
                 self._failure = failure
         return self._failure
 
+    def _look(self) -> Failure | None:
+        """Read, and let the rank that failed know."""
+        failure = self._read()
+        if failure is not None:
+            self._store.set(f"read/{self._membership.global_rank}", "1")
+        return failure
+
     def _wait_until_all_have_read(self) -> None:
         keys = [f"read/{rank}" for rank in range(self._membership.world_size)]
         wait_until(lambda: self._store.check(keys), seconds=ACK_SECONDS)
@@ -157,9 +166,7 @@ class FailureWatch:
     def _watch(self) -> None:
         while not self._closed.wait(self._poll_seconds):
             try:
-                failure = self._read()
-                if failure is not None:
-                    self._store.set(f"read/{self._membership.global_rank}", "1")
+                failure = self._look()
             except (dist.DistError, RuntimeError) as error:
                 # The process that held the store is gone: finished, or dead. Neither can be told from here.
                 log.debug("the failure watch lost its store: %s", error)

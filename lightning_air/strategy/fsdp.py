@@ -286,7 +286,7 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
         }
 
         def like(last_key: str, shape: tuple[int, ...]) -> Tensor | None:  # weight averages, name by name
-            value = model_state.get(last_key)
+            value = model_state.get(checkpoint_name(last_key))
             return torch.empty_like(value) if value is not None and value.shape == shape else None
 
         checkpoint = self.checkpoint_io.load_checkpoint(
@@ -294,8 +294,10 @@ class AirFSDP(AirStrategy, ModelParallelStrategy, shardings=("fsdp", "hsdp")):
             weights_only=weights_only,
             state={"state_dict": model_state, **optimizer_states},
             like=like,
+            strict=module.strict_loading,
         )
-        module.load_state_dict(with_own_names(model_state, module), strict=module.strict_loading)
+        checkpoint = with_own_names({**checkpoint, "state_dict": model_state}, module)
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         for optimizer, state in zip(self.optimizers, optimizer_states.values(), strict=True):
             set_optimizer_state_dict(module, optimizer, optim_state_dict=state)
         checkpoint["state_dict"] = own  # for callbacks; the strategy has loaded it

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from lightning_air._lightning import SIGTERMException, Trainer, TrainerFn
+from lightning_air._lightning import SIGTERMException, Trainer, TrainerFn, rank_zero_info
 from lightning_air.strategy.stop import Stop, StopExchange
 
 SIGTERM_EXIT_CODE = 128 + 15
@@ -31,15 +31,17 @@ class LoopStop:
         self, trainer: Trainer, launcher: Any | None, group: dist.ProcessGroup | None, global_rank: int
     ) -> None:
         self.agreed: Stop | None = None
-        self.is_unheeded = False  # this rank was told to stop, and the run ended before the ranks could agree
         self._trainer = trainer
         self._launcher = launcher
         self._group = group
         self._global_rank = global_rank
         self._exchanges_left_in_validation = 0
         self._exchange: StopExchange | None = None
+        self._was_asked = False
+        self._has_left = False
         # Private: the public Trainer.received_sigterm can only be read.
         self._connector = trainer._signal_connector  # noqa: SLF001
+        self._connector.received_sigterm = False  # as Lightning does it a little later: it is the run before's
         self._connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign] # noqa: SLF001
         if trainer.state.fn == TrainerFn.FITTING:
             self._exchange = StopExchange(group, global_rank)
@@ -56,7 +58,6 @@ class LoopStop:
             raise RuntimeError(f"No fit is running that could be stopped ({reason!r}).")
         exchange.request(reason)
         if self._group is None:  # one rank: nobody to agree with, and Lightning looks after this batch
-            self.agreed = self.agreed or Stop(self._global_rank, reason)
             self._connector.received_sigterm = True
 
     def leave_if_agreed(self) -> None:
@@ -100,13 +101,32 @@ class LoopStop:
         if self._connector.received_sigterm:
             raise SIGTERMException(SIGTERM_EXIT_CODE)
 
-    def end(self, *, failed: bool) -> None:
-        """Stop exchanging. After a failure the last exchange is dropped: it may wait for a rank that is gone."""
+    @property
+    def is_unheeded(self) -> bool:
+        """Whether this rank was told to stop and the run came to its end all the same; also while it is torn down."""
+        has_left = self._has_left or self.agreed is not None
+        return not has_left and (self._was_asked or self._connector.received_sigterm)
+
+    def end(self, exception: BaseException | None = None) -> None:
+        """Stop exchanging. Idempotent.
+
+        Args:
+            exception: What ended the run. Then the last exchange is dropped: it may wait for a rank that is gone.
+        """
         exchange, self._exchange = self._exchange, None
-        if exchange is not None and not failed:
+        self._has_left |= isinstance(exception, SIGTERMException)
+        if exchange is None:
+            return
+        self._was_asked = exchange.is_requested
+        if exception is None:
             exchange.drain()
-        asked = exchange is not None and exchange.is_requested
-        self.is_unheeded = self.agreed is None and (self.is_unheeded or asked or self._connector.received_sigterm)
+        if self._group is None and self._has_left:
+            self.agreed = exchange.step()
+        if self.agreed is not None:
+            rank_zero_info(
+                f"Training stops after step {self._trainer.global_step}: {self.agreed.reason} on rank "
+                f"{self.agreed.global_rank}."
+            )
 
     def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
         """The signal handler, on the main thread. It only sets flags: no collective, no lock."""

@@ -1,11 +1,12 @@
 """What parameters are called in a checkpoint: as in the model's code, whoever has wrapped or compiled parts of it.
 
 `torch.compile` of a submodule puts `_orig_mod.` into its parameters' names. A checkpoint without it loads into the
-model compiled or not, under every sharding.
+model compiled or not, under every sharding. So do other sets of the model's weights that callbacks put beside it, such
+as those of weight averaging.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,13 +31,27 @@ def noted(checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Iterable
         ]
         for optimizer in optimizers
     ]
-    noted = {**checkpoint, NOTES_KEY: {**checkpoint.get(NOTES_KEY, {}), "parameter_names": by_group}}
-    if "state_dict" in checkpoint:
-        noted["state_dict"] = {checkpoint_name(name): value for name, value in checkpoint["state_dict"].items()}
-    return noted
+    renamed = {
+        key: {checkpoint_name(name): each for name, each in value.items()} if _has_compiled(value) else value
+        for key, value in checkpoint.items()
+    }
+    return {**renamed, NOTES_KEY: {**checkpoint.get(NOTES_KEY, {}), "parameter_names": by_group}}
 
 
-def with_own_names(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return a loaded state dict as the module names it."""
+def with_own_names(checkpoint: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return a loaded checkpoint with the module's own names for its weights: the way back. Copies no tensor."""
     own = {checkpoint_name(name): name for name in module.state_dict()}
-    return {own.get(name, name): value for name, value in state.items()}
+
+    def renamed(weights: Mapping[str, Any]) -> dict[str, Any]:
+        return {own.get(checkpoint_name(name), name): each for name, each in weights.items()}
+
+    def is_weights(value: object) -> bool:
+        return isinstance(value, dict) and all(isinstance(name, str) and checkpoint_name(name) in own for name in value)
+
+    return {
+        key: renamed(value) if key == "state_dict" or is_weights(value) else value for key, value in checkpoint.items()
+    }
+
+
+def _has_compiled(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict) and any(isinstance(name, str) and _COMPILED in name for name in value)

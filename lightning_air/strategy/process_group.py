@@ -3,63 +3,19 @@
 `torch.distributed.get_backend()` answers "cpu:gloo,cuda:nccl" for a group that has a backend per device. Lightning
 compares it with "nccl" and "gloo", so that for such a group `barrier` names no device, a mean of integers raises,
 and nobody destroys the group at exit. Here each question is asked per device.
-
-The ranks meet at a store before the group exists, so that a missing rank is named after a bounded wait and a port
-in use is told apart from a rank that is late.
 """
 
 import atexit
-import itertools
-import json
-import logging
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-log = logging.getLogger(__name__)
-
-_VERDICT_GRACE_SECONDS = 15.0  # how much longer the others wait for rank 0's roll-call than rank 0 for them
-_MAX_NAMED_RANKS = 16
-
-# Every rank joins equally often, so the same number means the same group on all of them.
-_joins = itertools.count()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Membership:
-    """Who this process is in the group, and where the group meets.
-
-    Attributes:
-        global_rank: This rank.
-        world_size: How many ranks there are.
-        ranks_per_node: How many of them share a node; rank r is on node r // ranks_per_node.
-        address: Where rank 0 listens, or the launcher's agent.
-        port: Its port.
-        agent_hosts_store: torchrun's agent listens there already.
-        attempt: Which restart of the group this is, counted by the launcher.
-        plan: What all ranks have to agree on besides their number, such as "sharding='fsdp'".
-    """
-
-    global_rank: int
-    world_size: int
-    ranks_per_node: int
-    address: str
-    port: int
-    agent_hosts_store: bool = False
-    attempt: int = 0
-    plan: str = ""
-
-    def describe(self, rank: int) -> str:
-        """Return "rank 9 (node 1, local rank 1)"."""
-        node, local_rank = divmod(rank, self.ranks_per_node)
-        return f"rank {rank} (node {node}, local rank {local_rank})"
+from lightning_air.strategy.meeting import meet
+from lightning_air.strategy.membership import Membership
 
 
 def choose_backend(requested: str, device: torch.device) -> str:
@@ -119,12 +75,12 @@ def join(
 
     Raises:
         RuntimeError: If a group without a backend for host memory exists already, ranks are missing after
-            `join_timeout` (they are named), or the port is taken.
+            `join_timeout` (they are named), they disagree, or the port is taken.
     """
     if dist.is_initialized():
         check_existing_group(membership, device)
         return False
-    store = _meet_in_time(membership, join_timeout)
+    store = dist.HashStore() if membership.world_size == 1 else meet(membership, join_timeout)
     store.set_timeout(timeout)
     dist.init_process_group(
         backend,
@@ -193,121 +149,17 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: str | dist.Reduc
     return tensor
 
 
-def _meet_in_time(membership: Membership, join_timeout: timedelta) -> dist.Store:
-    """Return what `_meet` returns. It can hang: torch waits without end for the greeting of a program that is no store.
+def abort(device: torch.device) -> None:
+    """End what this process hangs in, where NCCL carries the device's collectives; gloo has no such call.
 
-    On a thread of its own, so that the wait is bounded and Ctrl-C is heard.
+    Experimental in torch, and the only way to end a NCCL collective whose peer is gone. Torch says that it "should be
+    used with `TORCH_NCCL_ASYNC_ERROR_HANDLING` turned off", since NCCL's watchdog may abort the group by itself. That
+    stays on here, as it is by default: it ends a rank that no other can tell of its failure. Untested, for want of two
+    GPUs: the call with NCCL itself, and what becomes of it when the watchdog aborts at the same time. If it fails or
+    blocks, `FailureWatch` still ends the process when its grace is over.
     """
-    if membership.world_size == 1:
-        return dist.HashStore()
-    stores: list[dist.Store] = []
-    errors: list[BaseException] = []
-
-    def meet() -> None:
-        try:
-            stores.append(_meet(membership, join_timeout))
-        except BaseException as error:  # noqa: BLE001 - raised below, on the thread that has to know
-            errors.append(error)
-
-    thread = threading.Thread(target=meet, name="air-join", daemon=True)
-    thread.start()
-    # `_meet` may open the store twice, and waits for rank 0's verdict a little longer than rank 0 for the ranks.
-    deadline = time.monotonic() + join_timeout.total_seconds() + 2 * _VERDICT_GRACE_SECONDS
-    while thread.is_alive() and time.monotonic() < deadline:
-        thread.join(0.1)
-    if errors:
-        raise errors[0]
-    if not stores:
-        raise RuntimeError(
-            f"Whatever listens at {membership.address}:{membership.port} is not the store of {membership.describe(0)}: "
-            f"it took the connection and was silent for {join_timeout.total_seconds():g} s. Another program may hold "
-            "the port: set MASTER_PORT to a free one on every rank."
-        )
-    return stores[0]
-
-
-def _meet(membership: Membership, join_timeout: timedelta) -> dist.Store:
-    """Return a store that every rank is known to have reached, and that holds nothing of another group."""
-    # torchrun's agent keeps its store through restarts, with the addresses of the ranks that are gone.
-    name = f"lightning_air/group/{membership.attempt}/{next(_joins)}"
-    try:
-        store = dist.PrefixStore(name, _open_store(membership, join_timeout))
-        verdict = _roll_call(store, membership, join_timeout)
-    except dist.DistNetworkError:
-        # Rank 0 had not yet destroyed an earlier group, and closed that group's store while we waited in it.
-        store = dist.PrefixStore(name, _open_store(membership, timedelta(seconds=_VERDICT_GRACE_SECONDS)))
-        verdict = _roll_call(store, membership, join_timeout)
-    missing: list[int] = verdict["missing"]
-    if missing:
-        names = ", ".join(membership.describe(rank) for rank in missing[:_MAX_NAMED_RANKS])
-        more = f" and {len(missing) - _MAX_NAMED_RANKS} more" if len(missing) > _MAX_NAMED_RANKS else ""
-        raise RuntimeError(
-            f"{len(missing)} of {membership.world_size} ranks did not join within {join_timeout.total_seconds():g} s: "
-            f"{names}{more}. See their logs, or raise join_timeout if their start is slow."
-        )
-    if verdict["differs"]:
-        raise RuntimeError(f"{verdict['differs']} Start every rank with the same environment and the same options.")
-    return store
-
-
-def _open_store(membership: Membership, join_timeout: timedelta) -> dist.TCPStore:
-    hosts = membership.global_rank == 0 and not membership.agent_hosts_store
-    where = f"{membership.address}:{membership.port}"
-    try:
-        return dist.TCPStore(
-            membership.address,
-            membership.port,
-            membership.world_size,
-            is_master=hosts,
-            timeout=join_timeout,
-            wait_for_workers=False,
-        )
-    except dist.DistError as error:
-        if hosts:
-            raise RuntimeError(
-                f"Rank 0 cannot listen on {where}: {_first_line(error)}. If the port is in use, stop the process that "
-                "holds it or set MASTER_PORT to a free one on every rank; if MASTER_ADDR is not a name or address of "
-                "this machine, correct it."
-            ) from error
-        host = "The launcher's agent" if membership.agent_hosts_store else membership.describe(0)
-        raise RuntimeError(
-            f"{host} did not answer at {where} within {join_timeout.total_seconds():g} s: {_first_line(error)}. "
-            "See its log; check that MASTER_ADDR and MASTER_PORT are the same on every rank and reachable."
-        ) from error
-
-
-def _roll_call(store: dist.Store, membership: Membership, join_timeout: timedelta) -> dict[str, Any]:
-    """Return who is missing and who differs; rank 0 looks and tells the others, so that all say the same."""
-    ranks = range(membership.world_size)
-    mine = ", ".join(part for part in (f"world size {membership.world_size}", membership.plan) if part)
-    store.set(f"present/{membership.global_rank}", mine)
-    if membership.global_rank == 0:
-        missing: list[int] = []
-        try:
-            store.wait([f"present/{rank}" for rank in ranks], join_timeout)
-        except dist.DistStoreError:
-            missing = [rank for rank in ranks if not store.check([f"present/{rank}"])]
-        theirs = {rank: store.get(f"present/{rank}").decode() for rank in ranks if rank not in missing}
-        differs = next(
-            (f"Rank {rank} has {told} and rank 0 has {mine}." for rank, told in theirs.items() if told != mine),
-            "",
-        )
-        verdict = {"missing": missing, "differs": differs}
-        store.set("verdict", json.dumps(verdict))
-        if missing or differs:  # this process holds the store: it stays until those who came have read the answer
-            told = [f"told/{rank}" for rank in ranks if rank not in missing and rank != 0]
-            wait_until(lambda: not told or store.check(told), seconds=5.0)
-        return verdict
-    try:
-        store.wait(["verdict"], join_timeout + timedelta(seconds=_VERDICT_GRACE_SECONDS))
-    except dist.DistStoreError as error:
-        raise RuntimeError(
-            f"{membership.describe(0)} opened {membership.address}:{membership.port} but then was silent: "
-            f"{_first_line(error)}. See its log."
-        ) from error
-    heard: dict[str, Any] = json.loads(store.get("verdict"))
-    store.set(f"told/{membership.global_rank}", "1")
-    return heard
+    if backend_for(device) == "nccl":
+        dist.distributed_c10d._abort_process_group()  # noqa: SLF001
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float, poll_seconds: float = 0.05) -> bool:
@@ -318,11 +170,6 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, poll_seconds: f
             return False
         time.sleep(poll_seconds)
     return True
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _destroy() -> None:

@@ -11,10 +11,18 @@ import torch
 from typing_extensions import override
 
 from lightning_air._lightning import ClusterEnvironment
-from lightning_air.runtime import Launch, detect_launch
+from lightning_air.runtime import Launch, LaunchKind, detect_launch
 
 # Kinds that Lightning has no environment for. Torchrun's and SLURM's it has; locally its default one is right.
 AIR_KINDS = ("air-node", "air-process")
+
+_LEFT_BEHIND = "Unset WORLD_SIZE and LOCAL_RANK if another launch has left them behind, or pass devices and num_nodes."
+# What helps where the launch does not read LOCAL_WORLD_SIZE.
+_ADVICE: dict[LaunchKind, str] = {
+    "local": _LEFT_BEHIND,
+    "notebook": _LEFT_BEHIND,
+    "slurm": "Correct SLURM_TASKS_PER_NODE: it has to list the tasks of every node, such as '2(x3),1'.",
+}
 
 
 def current_launch() -> Launch:
@@ -115,10 +123,13 @@ def check_world(num_devices: int, num_nodes: int, launch: Launch) -> None:
     if launch.starts_processes or launch.local_world_size is not None or launch.world_size is None:
         return
     if num_devices * num_nodes != launch.world_size or launch.local_rank >= num_devices:
+        advice = _ADVICE.get(
+            launch.kind,
+            "Set LOCAL_WORLD_SIZE to the number of ranks of a node and leave devices out, or pass devices, num_nodes.",
+        )
         raise ValueError(
             f"Trainer(devices={num_devices}, num_nodes={num_nodes}) contradicts the launch ({launch.kind}), in which "
-            f"this is local rank {launch.local_rank} and the world has {launch.world_size} rank(s). Set "
-            "LOCAL_WORLD_SIZE to the number of ranks of a node in the environment and leave devices out, or pass both."
+            f"this is local rank {launch.local_rank} and the world has {launch.world_size} rank(s). {advice}"
         )
 
 

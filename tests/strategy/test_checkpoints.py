@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from torch.distributed.tensor import DTensor
 
-from lightning_air import AirStrategy
+from lightning_air import AirStrategy, AsyncUCCheckpointIO
 from lightning_air.checkpoint.lightning_form import numbers_to_names
 from tests.kit.ranks import run_ranks, values
 from tests.kit.trainers import fast_trainer_kwargs
@@ -53,6 +53,7 @@ class CollectiveIO(CheckpointIO):
         *,
         state: dict[str, Any] | None = None,
         like: Any = None,
+        strict: bool = True,
     ) -> dict[str, Any]:
         self.calls.append(("load", str(path)))
         rest = torch.load(Path(path, "rest.pt"), weights_only=False)
@@ -103,12 +104,15 @@ def fit(
     save: str | None = None,
     plugins: list[Any] | None = None,
     average: bool = False,
+    compile_a_layer: bool = False,
 ) -> Outcome:
     outcome = Outcome()
     callbacks: list[Callback] = [EMAWeightAveraging(decay=0.8)] if average else []
     trainer = make_trainer(sharding, plugins, [*callbacks, RecordLosses(outcome)], max_epochs)
     torch.manual_seed(1 if resume is None else 2 + trainer.global_rank)
-    module = Regression()
+    module: Any = Regression()
+    if compile_a_layer:
+        module.net.layers[0] = torch.compile(module.net.layers[0], backend="eager")
     batches = loader(trainer.world_size, trainer.global_rank)
     saver = SaveAt(save)
     trainer.callbacks.append(saver)
@@ -140,6 +144,21 @@ def fit_recording(sharding: str, save: str) -> Outcome:
 
 def fit_averaged(sharding: str | None, max_epochs: int, save: str | None, resume: str | None) -> Outcome:
     return fit(sharding, max_epochs, save=save, resume=resume, average=True)
+
+
+def fit_averaged_collectively(
+    sharding: str, max_epochs: int, save: str | None, resume: str | None, compile_a_layer: bool
+) -> Outcome:
+    plugins = [AsyncUCCheckpointIO()]
+    return fit(
+        sharding,
+        max_epochs,
+        save=save,
+        resume=resume,
+        plugins=plugins,
+        average=True,
+        compile_a_layer=compile_a_layer,
+    )
 
 
 def fit_plain(sharding: str | None, max_epochs: int, save: str | None, resume: str | None) -> Outcome:
@@ -180,6 +199,23 @@ def test_weight_averages_survive_a_checkpoint(sharding: str, tmp_path: Path) -> 
     path = str(tmp_path / "step.ckpt")
     values(run_ranks(fit_averaged, 2, args=(sharding, 1, path, None)))
     for resumed in values(run_ranks(fit_averaged, 2, args=(sharding, 3, None, path))):
+        assert_resumed_as_if_never_stopped(resumed, whole)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "compiled", [(True, True), (False, True), (True, False)], ids=lambda pair: f"{pair[0]} to {pair[1]}"
+)
+def test_weight_averages_survive_a_collective_io_and_compilation(
+    sharding: str, compiled: tuple[bool, bool], tmp_path: Path
+) -> None:
+    whole = fit_averaged(None, 3, None, None)
+    path = str(tmp_path / "step.ckpt")
+    saving, resuming = compiled
+    # Tracing warns about what it cannot see through, which is not what is tested here.
+    options: dict[str, Any] = {"warnings_as_errors": False, "timeout_seconds": 120}
+    values(run_ranks(fit_averaged_collectively, 2, args=(sharding, 1, path, None, saving), **options))
+    for resumed in values(run_ranks(fit_averaged_collectively, 2, args=(sharding, 3, None, path, resuming), **options)):
         assert_resumed_as_if_never_stopped(resumed, whole)
 
 

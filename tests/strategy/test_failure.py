@@ -1,5 +1,6 @@
 """One rank's error reaches all, wherever they are; a rank that is stuck ends; a normal end disturbs nobody."""
 
+import functools
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NoReturn
 
 import pytest
@@ -18,8 +20,9 @@ import torch.distributed as dist
 
 from lightning_air.strategy import failure
 from lightning_air.strategy.failure import Failure, FailureWatch
-from lightning_air.strategy.process_group import Membership
+from lightning_air.strategy.membership import Membership
 from lightning_air.strategy.topology import current_launch
+from lightning_air.strategy.world import World, enter_world
 from tests.kit.points import reach
 from tests.kit.ranks import run_ranks, values
 
@@ -43,10 +46,15 @@ def membership() -> Membership:
     )
 
 
+@functools.cache
+def world() -> World:
+    """What `AirStrategy` makes of the kit's process group."""
+    return World(membership(), dist.distributed_c10d._get_default_store().clone())
+
+
 def watch(*, grace_seconds: float = 20.0, poll_seconds: float = POLL_SECONDS) -> FailureWatch:
     """What `AirStrategy` makes of the kit's process group, but faster."""
-    store = dist.distributed_c10d._get_default_store().clone()
-    return FailureWatch(membership(), store, abort=lambda: None, poll_seconds=poll_seconds, grace_seconds=grace_seconds)
+    return FailureWatch(world(), abort=lambda: None, poll_seconds=poll_seconds, grace_seconds=grace_seconds)
 
 
 @dataclass
@@ -348,8 +356,7 @@ def _aborts() -> tuple[list[str], list[int], str]:
         aborted.set()
 
     watching = FailureWatch(
-        membership(),
-        dist.distributed_c10d._get_default_store().clone(),
+        world(),
         abort=abort,
         exit_process=ended.append,
         poll_seconds=POLL_SECONDS,
@@ -397,8 +404,7 @@ def _abort_fails(how: str) -> list[int]:
         done.set()
 
     watching = FailureWatch(
-        membership(),
-        dist.distributed_c10d._get_default_store().clone(),
+        world(),
         abort=abort,
         exit_process=exit_process,
         poll_seconds=POLL_SECONDS,
@@ -513,6 +519,22 @@ def test_a_failure_does_not_reach_the_next_fit() -> None:
         assert second == ""
 
 
+def test_a_failure_does_not_outlive_its_group() -> None:
+    # Given a store that stays, as torchrun's agent keeps it, and a user who makes the groups in it.
+    store = dist.HashStore()
+    heard = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        alone = Membership(global_rank=0, world_size=1, ranks_per_node=1, address="", port=0)
+        watching = FailureWatch(enter_world(alone, timedelta(seconds=5)), abort=lambda: None)
+        watching.start()
+        heard.append(watching._failure)
+        watching._post(Failure(1, "rank 1", "BoomError: x"))
+        watching.close()
+        dist.destroy_process_group()
+    assert heard == [None, None]
+
+
 # ---- pure parts ------------------------------------------------------------------------------------------------------
 
 
@@ -553,7 +575,7 @@ def test_what_is_posted_is_plain_json() -> None:
     # Another rank reads it, maybe with another version of the package.
     store = dist.HashStore()
     alone = Membership(global_rank=0, world_size=1, ranks_per_node=1, address="", port=0)
-    watching = FailureWatch(alone, store, abort=lambda: None)
+    watching = FailureWatch(World(alone, store), abort=lambda: None)
     posted = watching._post(Failure(0, "rank 0", "BoomError: é"))
     assert posted == Failure(0, "rank 0", "BoomError: é")
     assert watching._post(Failure(1, "rank 1", "later")) == posted

@@ -1,4 +1,4 @@
-"""The ranks meet or say who is missing, and the collectives mean the same under every name of the backend.
+"""The ranks join, and the collectives mean the same under every name of the backend.
 
 Where Lightning goes by the group's name, a pair of tests shows what its own strategy makes of a compound name, and what
 ours does (FACTS: "cpu:gloo,cuda:nccl" is neither "nccl" nor "gloo"). Without NCCL the compound name is
@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -27,8 +26,8 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 
 from lightning_air import AirStrategy
 from lightning_air.strategy import process_group
+from lightning_air.strategy.membership import Membership
 from lightning_air.strategy.process_group import (
-    Membership,
     backend_for,
     barrier,
     check_existing_group,
@@ -38,45 +37,15 @@ from lightning_air.strategy.process_group import (
     reduce,
     wait_until,
 )
-from lightning_air.strategy.topology import current_launch
 from tests.kit.environment import current_environment
 from tests.kit.ranks import RankResult, run_ranks, values
 from tests.kit.trainers import fast_trainer_kwargs
+from tests.strategy.joining import join_here, summed
 from tests.strategy.training import Regression, loader
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 1)
 COMPOUND = "cpu:gloo,cuda:gloo"
-
-
-def membership(**changes: Any) -> Membership:
-    """Who the calling rank is, as the launch says."""
-    launch = current_launch()
-    fields: dict[str, Any] = {
-        "global_rank": launch.global_rank,
-        "world_size": launch.world_size,
-        "ranks_per_node": launch.local_world_size,
-        "address": launch.master_address,
-        "port": launch.master_port,
-        **changes,
-    }
-    return Membership(**fields)
-
-
-def join_here(*, backend: str = "gloo", join_seconds: float = 20.0, **changes: Any) -> bool:
-    return join(
-        membership(**changes),
-        backend=backend,
-        timeout=timedelta(seconds=20),
-        join_timeout=timedelta(seconds=join_seconds),
-        device=CPU,
-    )
-
-
-def summed(value: int) -> int:
-    tensor = torch.tensor([value])
-    dist.all_reduce(tensor)
-    return int(tensor)
 
 
 @contextlib.contextmanager
@@ -163,12 +132,6 @@ def test_the_backend_of_a_device_whatever_the_group_is_called(backend: str) -> N
         assert backend_for(torch.device("meta")) == ""
 
 
-def test_a_rank_is_described_by_its_node() -> None:
-    described = Membership(global_rank=0, world_size=16, ranks_per_node=8, address="a", port=1).describe
-    assert described(9) == "rank 9 (node 1, local rank 1)"
-    assert described(0) == "rank 0 (node 0, local rank 0)"
-
-
 # ---- joining ---------------------------------------------------------------------------------------------------------
 
 
@@ -219,207 +182,6 @@ def test_an_existing_group_of_another_launch(global_rank: int, world_size: int) 
     assert f"rank {global_rank} of {world_size}. Destroy that group first, or set devices and num_nodes" in str(
         error.value
     )
-
-
-# ---- joining: who does not come --------------------------------------------------------------------------------------
-
-
-def _joins_unless(absent: list[int]) -> str | None:
-    if membership().global_rank in absent:
-        return None
-    try:
-        join_here(join_seconds=1)
-    except RuntimeError as error:
-        return str(error)
-    return "joined"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "nodes", "absent", "named"),
-    [
-        (2, 1, [1], "1 of 2 ranks did not join within 1 s: rank 1 (node 0, local rank 1). "),
-        (
-            4,
-            2,
-            [1, 3],
-            "2 of 4 ranks did not join within 1 s: rank 1 (node 0, local rank 1), rank 3 (node 1, local rank 1). ",
-        ),
-    ],
-)
-def test_missing_ranks_are_named_on_every_rank_that_came(
-    world_size: int, nodes: int, absent: list[int], named: str
-) -> None:
-    results = run_ranks(_joins_unless, world_size, nodes=nodes, args=(absent,))
-    for rank, message in enumerate(values(results)):
-        if rank not in absent:
-            assert message == named + "See their logs, or raise join_timeout if their start is slow."
-            assert results[rank].seconds < 5
-
-
-def _rank_zero_is_gone_at_once() -> str | None:
-    message = _joins_unless([3])
-    if membership().global_rank == 0:
-        os._exit(7)  # and the store with it
-    return message
-
-
-def test_rank_0_stays_until_the_others_know_who_is_missing() -> None:
-    rank_zero, *came, _ = run_ranks(_rank_zero_is_gone_at_once, 4)
-    assert rank_zero.exitcode == 7
-    for message in values(came):
-        assert message.startswith("1 of 4 ranks did not join within 1 s: rank 3 (node 0, local rank 3). ")
-
-
-def test_a_missing_rank_0_is_named_with_its_address() -> None:
-    results = run_ranks(_joins_unless, 3, args=([0],))
-    for result, message in list(zip(results, values(results), strict=True))[1:]:
-        assert re.match(
-            r"rank 0 \(node 0, local rank 0\) did not answer at 127\.0\.0\.1:\d+ within 1 s: .+\. See its log; check "
-            r"that MASTER_ADDR and MASTER_PORT are the same on every rank and reachable\.$",
-            message,
-        )
-        assert result.seconds < 8
-
-
-def _joins_late(late_seconds: float) -> int:
-    if membership().global_rank == 1:
-        time.sleep(late_seconds)
-    join_here(join_seconds=10)
-    return summed(1)
-
-
-def test_a_late_rank_is_waited_for() -> None:
-    assert values(run_ranks(_joins_late, 2, args=(1.0,))) == [2, 2]
-
-
-def _joins_where_the_port_is_taken() -> str:
-    here = membership()
-    with socket.socket() as holder:
-        if here.global_rank == 0:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("", here.port))
-            holder.listen()
-        try:
-            join_here(join_seconds=1)
-        except RuntimeError as error:
-            return str(error)
-    return "joined"
-
-
-def test_a_port_in_use_is_told_with_its_number() -> None:
-    rank_zero, rank_one = values(run_ranks(_joins_where_the_port_is_taken, 2))
-    assert re.match(r"Rank 0 cannot listen on 127\.0\.0\.1:\d+: .*port: \d+.*\. If the port is in use, ", rank_zero)
-    assert "EADDRINUSE" in rank_zero
-    assert "set MASTER_PORT to a free one on every rank" in rank_zero
-    assert "did not answer at 127.0.0.1:" in rank_one
-
-
-def test_a_port_that_another_program_holds_is_told_in_time() -> None:
-    (result,) = run_ranks(_joins_what_is_no_store_as_rank_1, 1)
-    message, seconds = values([result])[0]
-    assert re.match(
-        r"Whatever listens at 127\.0\.0\.1:\d+ is not the store of rank 0 \(node 0, local rank 0\)", message
-    )
-    assert seconds < 5
-
-
-def _joins_what_is_no_store_as_rank_1() -> tuple[str, float]:
-    process_group._VERDICT_GRACE_SECONDS = 0.5
-    started = time.monotonic()
-    with socket.socket() as mute:
-        mute.bind(("127.0.0.1", 0))
-        mute.listen()
-        here = Membership(
-            global_rank=1, world_size=2, ranks_per_node=2, address="127.0.0.1", port=mute.getsockname()[1]
-        )
-        second = timedelta(seconds=1)
-        try:
-            join(here, backend="gloo", timeout=second, join_timeout=second, device=CPU)
-        except RuntimeError as error:
-            return str(error), time.monotonic() - started
-    return "joined", 0.0
-
-
-def _joins_with_another_plan() -> str:
-    here = membership()
-    plan = "sharding='fsdp'" if here.global_rank == 1 else "sharding='ddp'"
-    second = timedelta(seconds=5)
-    try:
-        join(membership(plan=plan), backend="gloo", timeout=second, join_timeout=second, device=CPU)
-    except RuntimeError as error:
-        return str(error)
-    return "joined"
-
-
-def test_ranks_with_other_options_are_told_apart_on_every_rank() -> None:
-    messages = set(values(run_ranks(_joins_with_another_plan, 3)))
-    (message,) = messages
-    assert message.startswith("Rank 1 has world size 3, sharding='fsdp' and rank 0 has world size 3, sharding='ddp'. ")
-    assert message.endswith("Start every rank with the same environment and the same options.")
-
-
-def _joins_a_smaller_world() -> str:
-    here = membership()
-    second = timedelta(seconds=3)
-    try:
-        join(
-            membership(world_size=2 if here.global_rank == 0 else 3) if here.global_rank < 2 else here,
-            backend="gloo",
-            timeout=second,
-            join_timeout=second,
-            device=CPU,
-        )
-    except RuntimeError as error:
-        return str(error)
-    return "joined"
-
-
-def test_ranks_that_disagree_on_the_world_size_are_told_apart() -> None:
-    for message in values(run_ranks(_joins_a_smaller_world, 3))[:2]:
-        assert message.startswith("Rank 1 has world size 3 and rank 0 has world size 2.")
-
-
-def test_a_silent_agent_is_told_as_such() -> None:
-    here = Membership(
-        global_rank=1, world_size=2, ranks_per_node=2, address="127.0.0.1", port=1, agent_hosts_store=True
-    )
-    with pytest.raises(RuntimeError, match=r"^The launcher's agent did not answer at 127\.0\.0\.1:1 within 1 s: "):
-        join(here, backend="gloo", timeout=timedelta(seconds=1), join_timeout=timedelta(seconds=1), device=CPU)
-
-
-# ---- joining again ---------------------------------------------------------------------------------------------------
-
-
-def _joins_three_times(slow_rank: int) -> list[tuple[bool, int]]:
-    found = []
-    for number in range(3):
-        found.append((join_here(join_seconds=5), summed(number)))
-        if dist.get_rank() == slow_rank:
-            time.sleep(0.5)  # the others join again while this one is still in the old group
-        dist.destroy_process_group()
-    return found
-
-
-@pytest.mark.parametrize("slow_rank", [0, 1])
-def test_ranks_join_again_after_the_group_was_destroyed(slow_rank: int) -> None:
-    # Rank 0 holds the store: a rank that comes back too soon finds the old one, in which everybody is present.
-    expected = [(True, 0), (True, 2), (True, 4)]
-    assert values(run_ranks(_joins_three_times, 2, args=(slow_rank,))) == [expected, expected]
-
-
-def _joins_at_an_agent(port: int, attempt: int) -> int:
-    join_here(join_seconds=5, address="127.0.0.1", port=port, agent_hosts_store=True, attempt=attempt)
-    total = summed(attempt)
-    sys.stdout.flush()
-    os._exit(total)  # no goodbye: the group's addresses stay in the agent's store
-
-
-def test_restarted_ranks_find_each_other_and_not_their_predecessors() -> None:
-    # torchrun's agent keeps its store for all attempts.
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for attempt in range(4):
-        results = run_ranks(_joins_at_an_agent, 2, args=(agent.port, attempt))
-        assert [result.exitcode for result in results] == [2 * attempt, 2 * attempt], results
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -607,7 +369,8 @@ import torch.distributed as dist
 atexit.register(lambda: print("at exit:", dist.is_initialized()))
 from datetime import timedelta
 import torch
-from lightning_air.strategy.process_group import Membership, join
+from lightning_air.strategy.membership import Membership
+from lightning_air.strategy.process_group import join
 alone = Membership(global_rank=0, world_size=1, ranks_per_node=1, address="", port=0)
 second = timedelta(seconds=1)
 for _ in range(2):

@@ -1,5 +1,6 @@
 """SIGTERM on any rank ends all ranks at the same step; a request does the same; nothing touches the device."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -91,6 +93,8 @@ def test_sigterm_on_one_rank_ends_all_at_the_same_step(sharding: str, rank: int)
     assert 5 <= seen[0]["step"] < 5 + 10 / STEP_SECONDS
     assert [(one["stop"].global_rank, one["stop"].reason) for one in seen] == [(rank, "SIGTERM")] * 2
     assert [one["exit code"] for one in seen] == [143, 143]
+    said = f"Training stops after step {seen[0]['step']}: SIGTERM on rank {rank}."
+    assert [result.output.count(said) for result in results] == [1, 0]
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
@@ -114,6 +118,7 @@ def test_one_rank_alone_stops_after_its_batch() -> None:
     (seen,) = values(results)
     assert (seen["exception"], seen["step"], seen["stop"].reason) == ("SIGTERMException", 5, "SIGTERM")
     assert seen["exit code"] == 143
+    assert "Training stops after step 5: SIGTERM on rank 0." in results[0].output
 
 
 class SlowEvaluation(Regression):
@@ -156,35 +161,96 @@ def test_asking_without_a_fit_is_an_error() -> None:
 
 
 class SignalAtTheEnd(Callback):
-    """SIGTERM on one rank when its fit is over but for the end."""
+    """SIGTERM on the last rank when its fit is over but for the end."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_rank == 1:
+        if trainer.global_rank == trainer.world_size - 1:
             signal.raise_signal(signal.SIGTERM)
 
 
-def fit_then_test() -> tuple[str, int | str | None, bool]:
+class SignalInTeardown(TorchCheckpointIO):
+    """SIGTERM on the last rank while it waits for its uploads."""
+
+    def __init__(self) -> None:
+        self.num_signals = int(os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1))
+
+    def teardown(self) -> None:
+        if self.num_signals:
+            self.num_signals -= 1
+            signal.raise_signal(signal.SIGTERM)
+
+
+def outcomes(trainer: Trainer, module: LightningModule, functions: list[str]) -> list[str]:
+    """How one run after the other ends, as long as the user goes on."""
+    batches = loader(trainer.world_size, trainer.global_rank)
+    found = []
+    for function in functions:
+        options = {"val_dataloaders": batches} if function == "fit" else {}
+        try:
+            getattr(trainer, function)(module, batches, **options)
+        except SIGTERMException as exception:
+            found.append(f"{function} stopped with {exception.code}")
+        else:
+            found.append(f"{function} went well")
+    return found
+
+
+def fit_then_test(where: str) -> list[str]:
     trainer = Trainer(
         **fast_trainer_kwargs(
             Path.cwd(),
             strategy=AirStrategy(),
             use_distributed_sampler=False,
-            callbacks=[SignalAtTheEnd()],
-            max_epochs=1,
+            callbacks=[SignalAtTheEnd()] if where == "on_train_end" else [],
+            plugins=[SignalInTeardown()] if where == "teardown" else [],
         )
     )
-    batches = loader(trainer.world_size, trainer.global_rank)
-    trainer.fit(Regression(), batches, batches)
-    fitted = trainer.global_step > 0
-    try:
-        trainer.test(Regression(), batches)
-    except SIGTERMException as exception:
-        return "stopped", exception.code, fitted
-    return "tested", None, fitted
+    found = outcomes(trainer, Regression(), ["fit", "test", "predict"])
+    assert trainer.global_step > 0
+    return found
 
 
-def test_sigterm_at_the_end_of_a_fit_stops_all_ranks_before_what_follows() -> None:
-    assert values(run_ranks(fit_then_test, 2)) == [("stopped", 143, True), ("stopped", 143, True)]
+@pytest.mark.parametrize("where", ["on_train_end", "teardown"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sigterm_at_the_end_of_a_fit_stops_all_ranks_before_what_follows(world_size: int, where: str) -> None:
+    expected = ["fit went well", "test stopped with 143", "predict went well"]
+    assert values(run_ranks(fit_then_test, world_size, args=(where,))) == [expected] * world_size
+
+
+class SignalInTest(Regression):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def run_a_test_then_predict() -> list[str]:
+    trainer = Trainer(**fast_trainer_kwargs(Path.cwd(), strategy=AirStrategy()))
+    return outcomes(trainer, SignalInTest(), ["test", "predict"])
+
+
+def test_a_stop_that_was_heeded_stops_nothing_else() -> None:
+    assert values(run_ranks(run_a_test_then_predict, 1)) == [["test stopped with 143", "predict went well"]]
+
+
+class FailsInSetup(Regression):
+    def setup(self, stage: str) -> None:
+        if stage == "validate":
+            raise ValueError("no validation")
+
+
+def stop_fail_and_go_on() -> list[str]:
+    trainer = Trainer(
+        **fast_trainer_kwargs(Path.cwd(), strategy=AirStrategy(), callbacks=[SignalAtTheEnd()], max_epochs=1)
+    )
+    module = FailsInSetup()
+    found = outcomes(trainer, module, ["fit"])
+    with pytest.raises(ValueError, match="no validation"):
+        trainer.validate(module, loader())
+    return found + outcomes(trainer, module, ["test"])
+
+
+def test_a_stop_is_not_forgotten_for_a_run_that_fails_before_it_can_stop() -> None:
+    assert values(run_ranks(stop_fail_and_go_on, 1)) == [["fit went well", "test stopped with 143"]]
 
 
 def uneven_validation() -> list[int]:

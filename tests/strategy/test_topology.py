@@ -518,3 +518,33 @@ def test_what_does_not_make_up_the_world_of_a_launch_without_node_sizes(
 @pytest.mark.parametrize(("num_devices", "num_nodes"), [(2, 1), (1, 2)])
 def test_what_makes_up_the_world_of_a_launch_without_node_sizes(num_devices: int, num_nodes: int) -> None:
     check_world(num_devices, num_nodes, launch(local_world_size=None, num_nodes=None, local_rank=0, world_size=2))
+
+
+def without(variables: Environ, *names: str) -> Environ:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+LEFT_BEHIND = {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
+UNEVEN = slurm(0, 4, 2, SLURM_NTASKS="5")
+
+
+@pytest.mark.parametrize(
+    ("variables", "advice", "followed"),
+    [
+        pytest.param(
+            without(process(1, 2), "LOCAL_WORLD_SIZE"),
+            "Set LOCAL_WORLD_SIZE to the number",
+            process(1, 2),
+            id="process",
+        ),
+        pytest.param(LEFT_BEHIND, "Unset WORLD_SIZE and LOCAL_RANK if", {}, id="local"),
+        pytest.param(UNEVEN, "Correct SLURM_TASKS_PER_NODE: ", UNEVEN | {"SLURM_TASKS_PER_NODE": "3,2"}, id="slurm"),
+    ],
+)
+def test_a_trainer_refuses_what_does_not_make_up_the_world_with_advice_that_helps(
+    variables: Environ, advice: str, followed: Environ
+) -> None:
+    with pytest.raises(ValueError, match=r"Trainer\(devices=1, num_nodes=.* contradicts the launch") as error:
+        trainer_under(variables)
+    assert advice in str(error.value)
+    trainer_under(followed)
