@@ -493,6 +493,16 @@ def _state_key() -> None:
     assert ModelCheckpoint()._generate_state_key(dirpath="/a") == "ModelCheckpoint{'dirpath': '/a'}"
 
 
+def _loaded_checkpoint() -> None:
+    assert _trainer()._checkpoint_connector._loaded_checkpoint == {}
+
+
+def _tracking_store() -> None:
+    from mlflow.tracking._tracking_service import utils
+
+    assert callable(utils._get_store("http://127.0.0.1:1").get_host_creds)  # type: ignore[no-untyped-call]
+
+
 # The name, how it is checked, and what would break without it.
 PRIVATE = [
     ("_configure_launcher", _configure_launcher, "a notebook, and a single rank, would start subprocesses"),
@@ -527,6 +537,9 @@ PRIVATE = [
     ("_monitor_candidates", _monitor_candidates, "checkpoints would have no names"),
     ("_find_last_checkpoints", _find_last_checkpoints, 'ckpt_path="last" would look at names, on local disks'),
     ("_ModelCheckpoint__resolve_ckpt_dir", _default_folder, 'ckpt_path="last" would not work without a dirpath'),
+    ("_checkpoint_connector", _loaded_checkpoint, "a run would not be continued, nor linked to what it resumed from"),
+    ("_loaded_checkpoint", _loaded_checkpoint, "a run would not be continued, nor linked to what it resumed from"),
+    ("_get_store", _tracking_store, "metrics would wait for MLflow's own retries, and Retry-After be hidden"),
     ("_generate_state_key", _state_key, "two AirCheckpoints would overwrite each other's state"),
 ]
 
@@ -539,19 +552,16 @@ def test_a_private_name_is_as_we_know_it(check: Callable[[], None], breaks: str)
         raise AssertionError(f"Without it {breaks}: {error}") from error
 
 
-# Private names that are nobody's to move: `os._exit`, `NamedTuple._replace` and our own.
+# Private names that are nobody's to move: `os._exit`, `NamedTuple._replace`, and marks of our own on others' objects.
 NO_HOSTS = {
     "_MEM_FORMAT_ENCODING",
     "_StorageInfo",
     "_SubParsersAction",
     "_air_checkpointed",
     "_air_compiled",
-    "_announce",
+    "_asdict",
     "_exit",
-    "_from_content",
     "_get",
-    "_leaves",
-    "_rank_best",
     "_replace",
 }
 
@@ -560,6 +570,7 @@ def test_the_private_names_above_are_those_that_we_use() -> None:
     theirs = {name for stock in (*STOCK, ModelCheckpoint) for name in dir(stock())}
     theirs |= set(dir(LightningCLI)) | set(dir(ClusterEnvironment))
     used = {override.name for override in OVERRIDES if override.host is not None or override.name in theirs}
+    ours = {name for path in PACKAGE.rglob("*.py") for name in _defined(_tree(path))} - theirs
     for path in PACKAGE.rglob("*.py"):
         tree = _tree(path)
         used |= {name for module, name, _ in _imports(tree) if not module.startswith("lightning_air")}
@@ -568,7 +579,16 @@ def test_the_private_names_above_are_those_that_we_use() -> None:
                 is_own = ast.unparse(node.value) in {"self", "super()"} and node.attr not in theirs
                 used |= set() if is_own else {node.attr}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
-    assert private - NO_HOSTS == {name for name, _, _ in PRIVATE}
+    assert private - ours - NO_HOSTS == {name for name, _, _ in PRIVATE}
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Give the names that a module of ours defines: functions, classes, and attributes of its own objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
 
 
 # ---- public places that we reach into, with no promise that they stay ------------------------------------------------

@@ -7,7 +7,6 @@ folders of several runs.
 import argparse
 import logging
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +26,9 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments[1:])
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     # MLflow's own tries would take minutes, whatever --timeout says; we try again anyway.
-    os.environ.setdefault(MLFLOW_HTTP_REQUEST_MAX_RETRIES.name, "0")
-    os.environ.setdefault(MLFLOW_HTTP_REQUEST_TIMEOUT.name, "10")
+    for variable, value in ((MLFLOW_HTTP_REQUEST_MAX_RETRIES, 0), (MLFLOW_HTTP_REQUEST_TIMEOUT, 10)):
+        if not variable.is_set():
+            variable.set(value)  # type: ignore[no-untyped-call]
     folders = spools_in(options.folder)
     if not folders:
         sys.stderr.write(

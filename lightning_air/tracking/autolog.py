@@ -30,8 +30,8 @@ class Autolog:
     Attributes:
         run_id: The run that it logs into.
         run: That run, as the logger's server knows it; None where it is on another.
-        is_own: Autologging has opened the run for this fit (a new one, or MLFLOW_RUN_ID's), and ends it with the fit;
-            otherwise it is the user's active run.
+        is_own: Autologging has opened the run for this fit (a new one, or MLFLOW_RUN_ID's) and ends it with the fit, or
+            the run has ended before; otherwise it is the user's active run, and the user ends it.
         is_inherited: The Trainer started this process inside of `fit`, so that MLflow's fluent interface, through which
             autologging logs checkpoints, knows of no active run here.
     """
@@ -64,16 +64,13 @@ def find_autolog(trainer: Trainer, client: MlflowClient) -> Autolog | None:
     found = _run_id(trainer)
     if found is None:
         return None
-    is_inherited = _is_inherited(trainer)
     facts = look_up_run(client, found)
-    run = client.get_run(found) if facts is not None else None
-    if is_inherited and run is not None and run.info.status != "RUNNING":
-        return None  # left over from the Trainer's previous fit
+    run = mlflow.active_run() if facts is None else client.get_run(found)
     return Autolog(
         run_id=found,
         run=facts,
-        is_own=_is_own(run if run is not None else mlflow.active_run()),
-        is_inherited=is_inherited,
+        is_own=_is_own(run) or (run is not None and run.info.status != "RUNNING"),
+        is_inherited=_is_inherited(trainer),
     )
 
 

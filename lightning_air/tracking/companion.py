@@ -17,11 +17,19 @@ if TYPE_CHECKING:
 CHECKPOINT_KEY = "lightning_air_tracking"
 
 
-def state_of(checkpoint: Mapping[str, Any], tracking_uri: str) -> Mapping[str, Any] | None:
-    """Return what a logger to this server has left in a checkpoint; None if there is nothing."""
+def state_of(checkpoint: Mapping[str, Any], trainer: Trainer, logger: "AirMLflowLogger") -> Mapping[str, Any] | None:
+    """Return what this logger, or the one in its place, has left in a checkpoint; None if there is nothing."""
     states = checkpoint.get(CHECKPOINT_KEY)
-    found = states.get(tracking_uri) if isinstance(states, dict) else None
+    found = states.get(_name_of(trainer, logger)) if isinstance(states, dict) else None
     return found if isinstance(found, dict) else None
+
+
+def _name_of(trainer: Trainer, logger: "AirMLflowLogger") -> str:
+    """Return what tells a Trainer's loggers apart, in every attempt: the server, and which of several it is there."""
+    uri = logger.tracking_uri
+    same = [each for each in trainer.loggers if isinstance(each, type(logger)) and each.tracking_uri == uri]
+    number = next((index for index, each in enumerate(same) if each is logger), 0)
+    return uri if number == 0 else f"{uri} ({number + 1})"
 
 
 class RunCompanion(Callback):
@@ -94,9 +102,10 @@ class RunCompanion(Callback):
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Leave what a later attempt needs: the run, its budget, and what the server has not taken yet."""
-        if self.logger.session is not None and self._is_at_work(trainer):
+        session = self.logger.latest_session  # also when training has ended
+        if session is not None and self._is_at_work(trainer):
             states = checkpoint.setdefault(CHECKPOINT_KEY, {})
-            states[self.logger.session.tracking_uri] = self.logger.session.state(trainer.global_step)
+            states[_name_of(trainer, self.logger)] = session.state(trainer.global_step)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -25,10 +25,11 @@ from lightning_air._lightning import (
     rank_zero_only,
     rank_zero_warn,
 )
-from lightning_air.runtime import detect_launch, detect_platform
-from lightning_air.tracking.autolog import Autolog, find_autolog, stray_run_warning
+from lightning_air.runtime import detect_platform
+from lightning_air.tracking.autolog import Autolog, end_autolog_run, find_autolog, stray_run_warning
 from lightning_air.tracking.background import Background
 from lightning_air.tracking.companion import RunCompanion, state_of
+from lightning_air.tracking.flat_params import flatten_params
 from lightning_air.tracking.logger_options import LoggerOptions
 from lightning_air.tracking.node_output import NodeOutput
 from lightning_air.tracking.run_session import RunSession
@@ -48,10 +49,12 @@ class AirMLflowLogger(MLFlowLogger):
     also through a `kill -9`, and sent by the next attempt or by `lightning-air replay`.
 
     Differences from Lightning's: nothing is opened by the constructor; the default experiment and tracking URI are the
-    platform's (or a local SQLite file); MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME and an active run are honoured; names
-    that MLflow does not take are mapped instead of cut; a changed parameter becomes a tag instead of an error;
-    parameters are kept up to 6,000 characters instead of 250; Ctrl-C and SIGTERM end the run as KILLED; the fluent
-    interface's tracking URI is left alone.
+    platform's (or a local SQLite file), and there is no `save_dir` or `synchronous`; MLFLOW_RUN_ID,
+    MLFLOW_EXPERIMENT_NAME and an active run are honoured, and a run that was there before ends with the process, not
+    with each stage; names that MLflow does not take are mapped instead of cut; a changed parameter becomes a tag
+    instead of an error; parameters are kept up to 6,000 characters instead of 250; values that are not finite become
+    `nonfinite/<name>`; metrics without a step are of the last one instead of step 0; Ctrl-C and SIGTERM end the run as
+    KILLED; the fluent interface's tracking URI is left alone.
 
     Args:
         experiment_name: Default: MLFLOW_EXPERIMENT_NAME, else the script's name, on Databricks below the user's folder.
@@ -145,6 +148,7 @@ class AirMLflowLogger(MLFlowLogger):
     # ---- what Lightning asks for -----------------------------------------------------------------------------------
 
     @property
+    @override
     @rank_zero_experiment
     def experiment(self) -> MlflowClient:
         """The MLflow client, for figures, text, images and what else it can log; with `run_id`. On rank 0."""
@@ -153,6 +157,12 @@ class AirMLflowLogger(MLFlowLogger):
         return self._client
 
     @property
+    def tracking_uri(self) -> str:
+        """Where the server or the database is."""
+        return self._options.tracking_uri
+
+    @property
+    @override
     def run_id(self) -> str | None:
         """The run's id, the same on every rank once training has begun; asking for it on rank 0 opens the run."""
         if self._session is None and self._earlier is None and self._is_first:
@@ -160,6 +170,7 @@ class AirMLflowLogger(MLFlowLogger):
         return self._run_id
 
     @property
+    @override
     def experiment_id(self) -> str | None:
         """The experiment's id, as `run_id`."""
         if self._experiment_id is None and self._is_first:
@@ -193,13 +204,22 @@ class AirMLflowLogger(MLFlowLogger):
             metrics: By name. What is no number is left out, with a warning.
             step: On the horizontal axis; None is the last one.
         """
+        if self._session is None and not self._is_first:
+            return
         self._last_step = self._last_step if step is None else step
         self._open().log_metrics(self._last_step, metrics)
 
     @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
-        """Record parameters: the first time as such, later differences as tags, and all of them as an artifact."""
+        """Record parameters: the first time as such, later differences as tags, and all of them as an artifact.
+
+        Raises:
+            TypeError: If they are neither names with values nor a namespace or dataclass.
+        """
+        flatten_params(params)  # what is wrong with them is an error here, and not when the run is opened
+        if not self._is_first:
+            return
         self._params.append(params)
         if self._earlier is not None:
             self._open()
@@ -230,11 +250,8 @@ class AirMLflowLogger(MLFlowLogger):
         self._open().records.note_checkpoint(checkpoint_callback)
 
     @override
-    @rank_zero_only
     def save(self) -> None:
-        """Ask the writer to send what it has; waits for nothing."""
-        if self._session is not None:
-            self._session.flush(0)
+        """Do nothing: Lightning calls this after each `log_metrics`, and what was logged is safe already."""
 
     @override
     def finalize(self, status: str = "success") -> None:
@@ -249,9 +266,10 @@ class AirMLflowLogger(MLFlowLogger):
         if session is not None:
             session.close(self._ended, deadline_seconds=self._close_seconds)
             self._earlier = session
-        output, self._output = self._output, None
-        if output is not None:
-            output.close(max(1.0, until_seconds - time.monotonic()))
+        if self._output is not None:
+            self._output.close(max(1.0, until_seconds - time.monotonic()))
+        if session is not None and self._ended == "KILLED":
+            end_autolog_run(session.run_id, "KILLED")
 
     @property
     def _close_seconds(self) -> float:
@@ -261,8 +279,10 @@ class AirMLflowLogger(MLFlowLogger):
 
     @property
     def _is_first(self) -> bool:
-        # Before a Trainer is made, AI Runtime's command per node gives every node's process the rank 0.
-        return getattr(rank_zero_only, "rank", 0) == 0 and detect_launch().node_rank == 0
+        # Before a Trainer is made, Lightning takes the process of each of AI Runtime's nodes for rank 0, and one that
+        # was forked for what its parent was.
+        launch = self._options.launch
+        return getattr(rank_zero_only, "rank", 0) == 0 and launch.node_rank == 0 and launch.global_rank in {None, 0}
 
     def _open(self, state: Mapping[str, Any] | None = None, autolog: Autolog | None = None) -> RunSession:
         """Return the open run. Rank 0's."""
@@ -319,12 +339,14 @@ class AirMLflowLogger(MLFlowLogger):
                 f"logs/node_{trainer.node_rank}/{attempt}",
                 warn=self._warn,
             )
+        if self._output is not None:
+            self._output.start()
 
     def _open_for(self, trainer: Trainer, checkpoint: Mapping[str, Any] | None) -> RunSession:
         if checkpoint is None:
             return self._open()
         autolog = find_autolog(trainer, self.experiment)
-        state = state_of(checkpoint, self._options.tracking_uri)
+        state = state_of(checkpoint, trainer, self)
         session = self._open(state, autolog)
         session.meet(trainer, checkpoint, state, autolog)
         return session
@@ -335,6 +357,11 @@ class AirMLflowLogger(MLFlowLogger):
     def session(self) -> RunSession | None:
         """The open run, on rank 0."""
         return self._session
+
+    @property
+    def latest_session(self) -> RunSession | None:
+        """The open run, or what it was when it was open."""
+        return self._session or self._earlier
 
     def note_exception(self, exception: BaseException) -> None:
         """Remember how training ended, for `finalize`."""

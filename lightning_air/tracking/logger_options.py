@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_air.runtime import Platform, staging_area
+from lightning_air.runtime import Launch, Platform, detect_launch, staging_area
 from lightning_air.tracking.artifact_location import checked_artifact_location
 from lightning_air.tracking.experiment import (
     absolute_experiment_name,
@@ -30,6 +30,7 @@ class LoggerOptions:
     """The options of an `AirMLflowLogger`, as it documents them, in the form in which they are used."""
 
     platform: Platform
+    launch: Launch
     experiment_name: str | None
     run_name: str | None
     step: Literal["auto"] | int
@@ -96,6 +97,7 @@ class LoggerOptions:
             experiment_name = absolute_experiment_name(experiment_name, user=known_user(platform))
         options = cls(
             platform=platform,
+            launch=_launch(),
             experiment_name=experiment_name,
             tracking_uri=uri,
             artifact_location=checked_artifact_location(artifact_location, on_databricks=is_databricks_uri(uri)),
@@ -130,6 +132,15 @@ class LoggerOptions:
     def script(self) -> str:
         """What is being run, for default names."""
         return script_name(sys.argv[0], self.platform.notebook_path)
+
+
+def _launch() -> Launch:
+    try:
+        return detect_launch()
+    except ValueError:
+        # Lightning's own strategies delete WORLD_SIZE when they have trained. What is truly wrong with a launch is for
+        # a strategy to refuse.
+        return detect_launch({})
 
 
 def _as_tuple(value: Any) -> Any:

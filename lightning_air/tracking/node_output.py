@@ -3,9 +3,11 @@
 One process per node, its local rank 0, copies what it writes, and uploads it now and then.
 """
 
+import os
 import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,9 @@ _UPLOAD_SECONDS = 60.0
 
 
 class NodeOutput:
-    """The output of this process, on its way into a run. Training thread.
+    """The output of this process, on its way into a run, while a stage of training runs. Training thread.
+
+    What a later stage says comes behind it, so the copy is kept until this is gone, or the process ends.
 
     Args:
         make_client: Makes a client of the server.
@@ -49,22 +53,32 @@ class NodeOutput:
         self._capture = ConsoleCapture(self._local / "live", warn=warn)
         self._sent: dict[str, bytes] = {}
         self._is_over = threading.Event()
-        self._capture.start()
-        self._thread = threading.Thread(target=self._run, name="lightning-air-output", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, _remove, self._local, os.getpid())
+
+    def start(self) -> None:
+        """Begin, or go on in a later stage. Idempotent."""
+        if self._thread is None:
+            self._capture.start()
+            self._is_over = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._is_over,), name="lightning-air-output", daemon=True
+            )
+            self._thread.start()
 
     def close(self, deadline_seconds: float) -> None:
         """Stop, and upload the end of it within the deadline. Idempotent."""
         self._capture.stop()
         self._is_over.set()
-        self._thread.join(deadline_seconds)
-        shutil.rmtree(self._local, ignore_errors=True)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(deadline_seconds)
 
-    def _run(self) -> None:
+    def _run(self, is_over: threading.Event) -> None:
         client: MlflowClient | None = None
         is_last = False
         while not is_last:
-            is_last = self._is_over.wait(self._upload_seconds)
+            is_last = is_over.wait(self._upload_seconds)
             try:
                 client = client or self._make_client()
                 self._upload(client)
@@ -78,3 +92,8 @@ class NodeOutput:
                 if content and self._sent.get(path.name) != content:
                     client.log_artifact(self._run_id, str(path), self._folder)
                     self._sent[path.name] = content
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not a forked process that ends
+        shutil.rmtree(folder, ignore_errors=True)

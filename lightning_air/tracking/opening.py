@@ -105,14 +105,15 @@ class Opening:
 
     def again(self, earlier: Opened) -> Opened:
         """Open the run of an earlier stage again; if the server cannot be asked, with what was known of it then."""
-        try:
-            if (trouble := trouble_reaching(self._options.tracking_uri)) is not None:
-                raise ConnectionError(trouble)
-            run = open_run(self._client, earlier.choice, experiment_id=earlier.choice.experiment_id, tags={})
-        except Exception as error:  # noqa: BLE001 - training, which has begun long ago, must not end because of it
-            self._warn("again", f"The tracking server cannot be asked for the run {earlier.run.run_id}: {error}")
-            return earlier
-        return replace(earlier, run=run)
+        trouble = trouble_reaching(self._options.tracking_uri)
+        if trouble is None:
+            try:
+                run = open_run(self._client, earlier.choice, experiment_id=earlier.choice.experiment_id, tags={})
+                return replace(earlier, run=run)
+            except Exception as error:  # noqa: BLE001 - training, which has begun long ago, must not end because of it
+                trouble = f"{type(error).__name__}: {error}"
+        self._warn("again", f"The tracking server cannot be asked for the run {earlier.run.run_id}: {trouble}")
+        return earlier
 
     def _wait_for_server(self) -> None:
         """Wait for a server that does not answer, not as long as MLflow would, and not in silence."""
@@ -143,7 +144,7 @@ class Opening:
             checkpoint_run_id=None if state is None else state.get("run_id"),
             resume_run=options.resume_run,
             active=facts,
-            adopt_active=options.adopt_active or is_autologs or autolog is not None,
+            adopt_active=options.adopt_active or is_autologs or (autolog is not None and autolog.run is not None),
             experiment_id=self._named_experiment().experiment_id if is_named and not is_given else None,
         )
         if choice.kind == "active" and is_autologs:  # which ends it with the fit; a later stage is ours

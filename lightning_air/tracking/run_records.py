@@ -5,6 +5,7 @@ All of it goes through one background thread, in order; training waits for none 
 
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,13 @@ from lightning_air.tracking.artifacts import (
     log_text,
 )
 from lightning_air.tracking.background import Background
-from lightning_air.tracking.checkpoint_records import CheckpointHistory, CheckpointRecord, CheckpointUploads, look_at
+from lightning_air.tracking.checkpoint_records import (
+    CheckpointHistory,
+    CheckpointRecord,
+    CheckpointUploads,
+    Sighting,
+    look_at,
+)
 from lightning_air.tracking.flat_params import flatten_params
 from lightning_air.tracking.metric_names import renamed_warning
 from lightning_air.tracking.params import change_tags, left_out_warning, param_batches, plan_params
@@ -65,6 +72,8 @@ class RunRecords:
         self._params, self._tags = dict(run.params), dict(run.tags)  # the background thread's
         self._history = CheckpointHistory() if checkpoints is None else CheckpointHistory.from_snapshot(checkpoints)
         self._uploads = CheckpointUploads(log_model, warn=warn)
+        # Not each in a call of its own: the list takes the place of one that waits, before what was seen since then.
+        self._sightings: deque[tuple[Sighting | str, float]] = deque()
         self._hyperparameters: list[object] = []
         self._events: list[Event] = []  # the writer's thread's
 
@@ -141,8 +150,7 @@ class RunRecords:
 
     def note_checkpoint(self, callback: ModelCheckpoint) -> None:
         """Note what a callback has saved, and upload it if the user wants it."""
-        sighting, seconds = look_at(callback), time.time()
-        self._background.submit("a checkpoint's record", lambda: self._history.add(sighting, seconds=seconds))
+        self._sightings.append((look_at(callback), time.time()))
         self._background.submit("the checkpoints' list", self._send_checkpoints, replaces="checkpoints")
         for upload in self._uploads.after_save(callback):
             self._background.submit(
@@ -153,10 +161,19 @@ class RunRecords:
 
     def note_resumed(self, path: str) -> None:
         """Note the checkpoint that training resumes from."""
-        seconds = time.time()
-        self._background.submit("a checkpoint's record", lambda: self._history.add_path(path, seconds=seconds))
+        self._sightings.append((path, time.time()))
+        self._background.submit("a checkpoint's record", self._take_sightings)
+
+    def _take_sightings(self) -> None:
+        while self._sightings:
+            seen, seconds = self._sightings.popleft()
+            if isinstance(seen, str):
+                self._history.add_path(seen, seconds=seconds)
+            else:
+                self._history.add(seen, seconds=seconds)
 
     def _send_checkpoints(self) -> None:
+        self._take_sightings()
         self._send_tags(self._history.tags())
         log_text(self._client, self._run_id, self._history.artifact())
 

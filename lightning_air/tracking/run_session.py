@@ -13,16 +13,17 @@ from mlflow import MlflowClient
 from torch import Tensor
 
 from lightning_air._lightning import Trainer, TrainerFn
-from lightning_air.runtime import Launch, detect_job_run, detect_launch
+from lightning_air.runtime import Launch, detect_job_run
 from lightning_air.tracking import attempts
 from lightning_air.tracking.artifacts import attempt_folder
 from lightning_air.tracking.attempts import ResumePoint
 from lightning_air.tracking.autolog import Autolog, settle_autolog
 from lightning_air.tracking.background import Background
 from lightning_air.tracking.charging import MARK_TAG, mark_of
+from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.leftovers import send_leftovers
 from lightning_air.tracking.logger_options import LoggerOptions
-from lightning_air.tracking.opening import Opening, trouble_reaching, world_of
+from lightning_air.tracking.opening import Opened, Opening, trouble_reaching, world_of
 from lightning_air.tracking.run_identity import look_up_run
 from lightning_air.tracking.run_records import RunRecords
 from lightning_air.tracking.run_tags import run_tags
@@ -32,10 +33,10 @@ from lightning_air.tracking.system_points import estimate_system_points, points_
 from lightning_air.tracking.tracker import Tail, Tracker
 from lightning_air.tracking.warn_once import Warn
 
+_PARAMS_SECONDS = 10.0
 _AIR_COMMAND_INTERVAL_SECONDS = 2.0
 _AIR_PROCESS_INTERVAL_SECONDS = 10.0
 _GIVING_WAY_SECONDS = 1.0
-_STATUS = "status"  # of those that wait only the last one counts
 
 
 class RunSession:
@@ -53,6 +54,7 @@ class RunSession:
     Raises:
         MlflowException: The server cannot be asked, or refuses.
         ValueError, RuntimeError: What was asked for cannot be; says what to do.
+        OSError: The spool cannot be made.
     """
 
     def __init__(
@@ -71,14 +73,14 @@ class RunSession:
         self._client = client
         self._warn = warn
         self._say = say
-        self._launch, self._job = detect_launch(), detect_job_run()
-        self.has_met = False
+        self._launch, self._job = options.launch, detect_job_run()
+        self.has_met = self.has_given_way = self._is_over = self._is_complete = False
         self._resumed: str | None = None
         opening = Opening(options, client, self._launch, self._job, warn=warn)
-        self.opened = opened = opening.first(state, autolog) if earlier is None else opening.again(earlier.opened)
-        stage = earlier if earlier is not None and earlier.has_met else None
+        self.opened: Opened = opening.first(state, autolog) if earlier is None else opening.again(earlier.opened)
+        stage = None if earlier is None or earlier.has_given_way else earlier
         self._is_first = stage is None
-        run = opened.run
+        opened, run = self.opened, self.opened.run
         self.choice, self.ordinal, self.attempt = opened.choice, opened.ordinal, attempt_folder(opened.ordinal)
         self.run_id, self.experiment_id = run.run_id, run.experiment_id
         self._place = RunPlace(
@@ -95,43 +97,56 @@ class RunSession:
         self._leftovers = Background("lightning-air-leftovers", warn=warn)  # of its own: they may take long
         is_mine = state is not None and state.get("run_id") == run.run_id
         mine = state if is_mine else None
-        if stage is not None:
-            self.records = stage.records
-            self.records.reopen(run, self.background)
-            self.background.submit(
-                "the run's status", lambda: client.update_run(run.run_id, status="RUNNING"), replaces=_STATUS
-            )
-        else:
-            self.records = RunRecords(
-                client,
-                run,
-                self.background,
-                attempt=self.attempt,
-                log_model=options.log_model,
-                checkpoints=None if state is None else state.get("checkpoints"),
+        self.records: RunRecords = self._new_records(state) if stage is None else stage.records
+        thinner = None if stage is None else stage.tracker.snapshot()
+        try:
+            self.tracker: Tracker = Tracker(
+                run.run_id,
+                options.tracking_uri,
+                options.spool_dir / run.run_id,
+                new_thinner=lambda spent: (
+                    options.new_thinner(spent, system=self._system_points())
+                    if thinner is None
+                    else RunThinner.from_snapshot(thinner)
+                ),
+                mark=max(mark_of(run.tags.get(MARK_TAG)), 0 if mine is None else int(mine.get("metric_steps", 0))),
+                tail=None if mine is None else Tail.of(mine),
+                flush_seconds=options.flush_seconds,
+                on_events=self.records.note_events,
                 warn=warn,
             )
-        thinner = None if stage is None else stage.tracker.snapshot()
-        self.tracker = Tracker(
-            run.run_id,
-            options.tracking_uri,
-            options.spool_dir / run.run_id,
-            new_thinner=lambda spent: (
-                options.new_thinner(spent, system=self._system_points())
-                if thinner is None
-                else RunThinner.from_snapshot(thinner)
-            ),
-            mark=max(mark_of(run.tags.get(MARK_TAG)), 0 if mine is None else int(mine.get("metric_steps", 0))),
-            tail=None if mine is None else Tail.of(mine),
-            flush_seconds=options.flush_seconds,
-            on_events=self.records.note_events,
-            warn=warn,
-        )
+        except Exception as error:
+            if run.is_new:  # nobody would end it
+                client.set_terminated(run.run_id, "FAILED")
+            if isinstance(error, SpoolInUseError):
+                raise RuntimeError(  # noqa: TRY004 - it is no wrong type
+                    f"Another AirMLflowLogger logs into the run {run.run_id}, and a run takes one at a time. Give each "
+                    f"a run of its own (run_id), or wait until the other has ended. {error}"
+                ) from error
+            raise
+        if stage is not None:
+            self.records.reopen(run, self.background)
+            self.background.submit("the run's status", self._say_running)
         if earlier is None:
             say(self.choice.sentence)
         # A run that may still be continued instead of this one must not be in use.
         if self._is_first and (state is not None or options.resume_run == "new"):
             self._send_leftovers(None if is_mine else state)
+
+    def _say_running(self) -> None:
+        if not self._is_over:  # as when it could not be said for the whole stage
+            self._client.update_run(self.run_id, status="RUNNING")
+
+    def _new_records(self, state: Mapping[str, Any] | None) -> RunRecords:
+        return RunRecords(
+            self._client,
+            self.opened.run,
+            self.background,
+            attempt=self.attempt,
+            log_model=self._options.log_model,
+            checkpoints=None if state is None else state.get("checkpoints"),
+            warn=self._warn,
+        )
 
     def _send_leftovers(self, state: Mapping[str, Any] | None) -> None:
         """Have sent what other runs have left, on this machine or in the checkpoint that is resumed from."""
@@ -177,12 +192,17 @@ class RunSession:
         Returns:
             None if its run is to be continued, and not the new one that this is.
         """
+        self.has_given_way = True
         self.tracker.close(_GIVING_WAY_SECONDS)
         self.background.close(_GIVING_WAY_SECONDS)
         self._leftovers.close(_GIVING_WAY_SECONDS)
         run_id = state.get("run_id")
         is_new = self.choice.kind in {"new", "child"} and run_id not in {None, self.run_id}
-        if self._options.resume_run == "new" or not is_new or look_up_run(self._client, str(run_id)) is None:
+        if self._options.resume_run == "new" or not is_new:
+            return self
+        facts = look_up_run(self._client, str(run_id))
+        if facts is None or facts.is_deleted:
+            self._warn("gone", f"The checkpoint names the run {run_id}, which does not exist any more: it is not used.")
             return self
         self._client.delete_run(self.run_id)
         return None
@@ -214,6 +234,7 @@ class RunSession:
         self.records.set_tags(tags)
         self.records.log_config(trainer)
         if autolog is not None:
+            self.background.flush(_PARAMS_SECONDS)  # before autologging's: where they differ, the run has ours
             note = settle_autolog(trainer, autolog, self._client, self.run_id)
             self._warn(note.text, note.text) if note.is_warning else self._say(note.text)
         if self._is_first and not self.has_met:
@@ -267,7 +288,7 @@ class RunSession:
         self.tracker.flush(0)
         tail = None
         try:
-            tail = self.tracker.tail()
+            tail = None if self._is_complete else self.tracker.tail()
         except (OSError, ValueError) as error:
             self._warn("tail", f"Metrics that are not sent yet cannot go into the checkpoint: {error}")
         return {
@@ -282,12 +303,11 @@ class RunSession:
     def close(self, status: str, *, deadline_seconds: float) -> None:
         """Send what is left within the deadline, and end the run if it is ours to end."""
         deadline = time.monotonic() + deadline_seconds
-        is_complete = self.tracker.close(deadline_seconds)
+        self._is_over = True
+        self._is_complete = self.tracker.close(deadline_seconds)
         self.records.finish(self.tracker.folder)
         if self.choice.ends == "when_done":
-            self.background.submit(
-                "the run's end", lambda: self._client.set_terminated(self.run_id, status), replaces=_STATUS
-            )
+            self.background.submit("the run's end", lambda: self._client.set_terminated(self.run_id, status))
         # A dead server has had the whole deadline already; what is left gets a moment all the same.
         self.background.close(max(1.0, deadline - time.monotonic()))
         self._leftovers.close(max(0.0, deadline - time.monotonic()))
@@ -301,7 +321,7 @@ class RunSession:
                 best=self.records.best_checkpoint,
             )
         )
-        if not is_complete:
+        if not self._is_complete:
             self._warn(
                 "pending",
                 f"Metrics of the run {self.run_id} have not all reached the server. The rest is kept in "

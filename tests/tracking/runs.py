@@ -1,4 +1,4 @@
-"""Trainer runs with `AirMLflowLogger`, for its tests: a small model that logs, a store of its own, and what became of it.
+"""Trainer runs with `AirMLflowLogger`, for its tests: a small model that logs, a store, and what became of it.
 
 All runs are in the test's own process, against a real SQLite store, but where a test says otherwise.
 """
@@ -22,13 +22,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from torch import Tensor
 
 from lightning_air import AirMLflowLogger
 from lightning_air.tracking import artifacts, attempts
 from lightning_air.tracking import logger as logger_module
 from lightning_air.tracking.points import Point
 from tests.kit.trainers import fast_trainer_kwargs
-from tests.strategy.training import Regression, loader
+from tests.strategy.training import loader
 from tests.tracking.local_store import local_client
 
 STEPS_PER_EPOCH = 8
@@ -99,21 +100,34 @@ class Store:
 # ---- a model, a logger, a fit ----------------------------------------------------------------------------------------
 
 
-class Logs(Regression):
-    """Logs `loss` in each batch, as given for each global step or as it is; what else, as told."""
+class Logs(LightningModule):
+    """One weight. Logs `loss` in each batch, as given for each global step or as it is; what else, as told."""
 
     def __init__(
         self, losses: Callable[[int], float] | None = None, others: Callable[[int], Mapping[str, Any]] = lambda _: {}
     ) -> None:
         super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
         self.losses, self.others = losses, others
 
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (self.weight * batch[0][0, 0] - batch[1][0, 0]).square().sum()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, step = super().training_step(batch, batch_idx), self.global_step
+        loss, step = self.loss(batch), self.global_step
         self.log("loss", loss.detach() if self.losses is None else torch.tensor(self.losses(step)))
         for name, value in self.others(step).items():
             self.log(name, value)
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class At(Callback):
@@ -141,9 +155,7 @@ def make_logger(store: Store, experiment_name: str | None = "runs", **options: A
 def make_trainer(logger: Logger | Sequence[Logger], *callbacks: Callback, **options: Any) -> Trainer:
     defaults = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "max_epochs": 1, "limit_val_batches": 0}
     return Trainer(
-        **fast_trainer_kwargs(
-            Path.cwd(), **{**defaults, "logger": logger, "callbacks": list(callbacks), **options}
-        )
+        **fast_trainer_kwargs(Path.cwd(), **{**defaults, "logger": logger, "callbacks": list(callbacks), **options})
     )
 
 
@@ -188,7 +200,7 @@ class Exit(list[Callable[[], object]]):
 @contextmanager
 def new_launch(name: str) -> Iterator[None]:
     """Have the code inside take itself for another process than that before, as far as runs tell."""
-    functions = (attempts.attempt_ordinal, attempts.attempt_tags, artifacts.attempt_folder)
+    functions: tuple[Any, ...] = (attempts.attempt_ordinal, attempts.attempt_tags, artifacts.attempt_folder)
     before = [function.__defaults__ for function in functions]
     for function in functions:
         defaults = function.__defaults__ or ()

@@ -588,11 +588,12 @@ def test_version_that_logs_metrics_in_another_way(played: Played) -> None:
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def fit_forked(place: Place) -> list[AutologNote]:
-    logger = ClientLogger(place)
+def fit_forked(place: Place) -> None:
     with autologging(place, checkpoint=True):
-        fit(logger, devices=2, strategy="ddp_fork")
-    return logger.notes
+        logger = ClientLogger(place)
+        trainer = fit(logger, devices=2, strategy="ddp_fork")
+        assert logger.run_id is None  # it is a rank's
+        trainer.test(Model(), data(), verbose=False)
 
 
 def test_ranks_that_the_trainer_forks(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -602,7 +603,9 @@ def test_ranks_that_the_trainer_forks(tmp_path_factory: pytest.TempPathFactory) 
     values(run_ranks(fit_forked, 1, args=[store.place], env=unset, warnings_as_errors=False))
     run = store.run
     assert run.has_each_point_once(batches=BATCHES // 2)
-    assert (run.status, run.artifacts) == ("FINISHED", {"checkpoints", "model_summary.txt"})
+    assert len(run.steps["test_loss"]) == 1
+    assert run.artifacts == {"checkpoints", "model_summary.txt"}
+    assert set(run.params) >= {"epochs", "optimizer_name", "momentum"}
 
 
 def fit_sharded(place: Place) -> ClientLogger:

@@ -65,7 +65,7 @@ def test_making_one_opens_nothing(
     assert opened == []
     assert threading.enumerate() == threads
     assert dict(os.environ) == variables
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
     assert exit_ == []
     assert capfd.readouterr() == ("", "")
 
@@ -79,7 +79,7 @@ def test_one_that_is_not_used_says_and_keeps_nothing(store: Store, exit_: Exit) 
     logger.save()
     logger.finalize()
     logger.finalize("failed")
-    assert os.listdir() == []
+    assert list(Path().iterdir()) == []
     assert exit_ == []
     assert store.client.get_experiment_by_name("runs") is None
 
@@ -163,6 +163,12 @@ def test_it_is_one_of_lightnings() -> None:
     assert own - stock == {"note_exception", "open_together"}  # which its companion calls
 
 
+def test_nothing_of_lightnings_is_left_that_needs_its_constructor() -> None:
+    public = {name for name in vars(MLFlowLogger) if not name.startswith("_")}
+    assert public - vars(AirMLflowLogger).keys() == {"LOGGER_JOIN_CHAR"}
+    assert AirMLflowLogger.LOGGER_JOIN_CHAR == "-"
+
+
 def test_options_that_it_shares_with_lightnings_mean_the_same() -> None:
     ours = inspect.signature(AirMLflowLogger.__init__).parameters
     stock = inspect.signature(MLFlowLogger.__init__).parameters
@@ -181,6 +187,9 @@ class WithData(Logs):
         super().__init__()
 
     def train_dataloader(self) -> Any:
+        return loader()
+
+    def val_dataloader(self) -> Any:
         return loader()
 
 
@@ -236,7 +245,6 @@ def test_yaml_in_place_of_lightnings(store: Store, monkeypatch: pytest.MonkeyPat
 
 
 def test_yaml_of_lightnings_needs_another_class_path_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", os.getcwd())
     text = YAML.format(class_path="lightning.pytorch.loggers.MLFlowLogger", uri=store.uri, more="      prefix: p\n")
     fit_by_yaml(text.replace("lightning.pytorch.loggers.MLFlowLogger", "lightning_air.AirMLflowLogger"), monkeypatch)
     assert "p-loss" in store.only_run("from yaml").data.metrics
@@ -357,7 +365,7 @@ def test_an_experiment_that_is_passed_goes_before_the_environment(
 
 def test_an_experiment_that_was_deleted_is_an_error_that_says_what_to_do(store: Store) -> None:
     store.client.delete_experiment(store.client.create_experiment("gone"))
-    with pytest.raises(RuntimeError, match="'gone' was deleted.*restore_experiment"):
+    with pytest.raises(RuntimeError, match=r"'gone' was deleted.*restore_experiment"):
         fit(make_logger(store, "gone"))
 
 
@@ -403,4 +411,4 @@ def test_a_module_from_the_other_package_is_none_of_our_business(store: Store) -
     logger = make_logger(store)
     logger.log_graph(LightningModule())
     logger.log_graph(object())  # type: ignore[arg-type]
-    assert os.listdir() == []
+    assert list(Path().iterdir()) == []

@@ -1,4 +1,4 @@
-"""A run's points, over all its attempts: repeatable from any snapshot, named apart, within the cap, latest values right."""
+"""A run's points over all its attempts: repeatable, named apart, within the cap, the latest values right."""
 
 import json
 import math
@@ -72,16 +72,22 @@ def latest(points: Iterable[Point]) -> dict[str, Point]:
 
 
 @law
-@given(thinners, thinners, logs(), logs(), st.dictionaries(st.sampled_from(NAMES), st.integers(0, 400)), st.data())
+@given(
+    thinners,
+    thinners,
+    st.tuples(logs(), logs()),
+    st.dictionaries(st.sampled_from(NAMES), st.integers(0, 400)),
+    st.data(),
+)
 def test_a_snapshot_at_any_moment_goes_on_with_the_same_points(
     thinner: RunThinner,
     follower: RunThinner,
-    left: list[Record],
-    records: list[Record],
+    both: tuple[list[Record], list[Record]],
     beyond: dict[str, int],
     data: st.DataObject,
 ) -> None:
     """Killed anywhere: among what an earlier attempt has left, at the hand-over, after a roll-back."""
+    left, records = both
     other, restart = saved(thinner), data.draw(st.integers(0, len(left) + len(records)))
     handed, rolled = (data.draw(st.integers(0, len(left))) for _ in range(2))
     spent = data.draw(st.integers(0, 300))
@@ -190,7 +196,10 @@ def test_each_attempt_s_records_are_thinned_with_its_own_options(
     keys = {point.key for point in points[len(alone) :]}
     assert bool(keys) >= bool(num_values)
     separator = "-" if second.prefix else ""
-    assert all(key.startswith(("nonfinite/", second.prefix.replace("$", "_") + separator)) or "$" in second.prefix for key in keys)
+    assert all(
+        key.startswith(("nonfinite/", second.prefix.replace("$", "_") + separator)) or "$" in second.prefix
+        for key in keys
+    )
 
 
 def test_a_new_attempt_has_its_own_step_and_prefix_from_its_first_record_on() -> None:
@@ -207,6 +216,18 @@ def test_a_new_attempt_has_its_own_step_and_prefix_from_its_first_record_on() ->
         *[("old-a", step) for step in (9, 19, 29, 34)],
         *[("new-a", step) for step in (39, 44, 49)],
     ]
+
+
+def test_a_thinner_with_one_to_take_over_hands_the_newest_on() -> None:
+    """A stage of training that could not send what was left is followed by another stage."""
+    stage, follower = (RunThinner(Thinner(step=1, exempt=()), prefix=prefix) for prefix in ("old", "new"))
+    stage.hand_over(follower, after=10, spent=0)
+    thinner = RunThinner(Thinner(step=1, exempt=()), prefix="old")
+    thinner.hand_over(saved(stage), after=0, spent=0)
+
+    points = thinned(thinner, every_step(range(2), "a")) + thinner.flush()
+
+    assert {point.key for point in points} == {"new-a"}
 
 
 def test_what_changes_concerns_the_attempt_that_is_to_take_over() -> None:
@@ -343,10 +364,23 @@ def test_a_value_is_said_again_only_where_it_stays_below_what_the_server_has() -
 
     points += thinner.flush()
 
-    counts = Counter((point.key, point.step) for point in points if point.step == 100)
-    assert counts == {("mine-a", 100): 1, ("mine-c", 100): 1}
+    counts = Counter((point.key, point.step) for point in points if point.step in (5, 100))
+    assert counts == dict.fromkeys([("mine-a", 5), ("mine-a", 100), ("mine-b", 5), ("mine-c", 100)], 1)
     assert latest(points)["mine-a"] == Point("mine-a", 9.0, 90, 100)
     assert latest(points)["mine-b"].step == 102
+
+
+def test_what_counts_is_the_highest_step_that_any_attempt_had_reached() -> None:
+    thinner = RunThinner(Thinner(step=1, exempt=()))
+    thinner.roll_back({"a": 100, "c": 3})
+    thinned(thinner, every_step([*range(10), *range(5)], "a", "b", "c"))
+    for _ in range(2):
+        thinner.hand_over(RunThinner(Thinner(step=1, exempt=())), after=0, spent=0)
+        points = thinned(thinner, every_step(range(3), "a", "b", "c"))
+
+    points += thinner.flush()
+
+    assert {key: point.step for key, point in latest(points).items()} == {"a": 100, "b": 9, "c": 9}
 
 
 def test_values_are_said_again_at_the_end_of_each_stage_and_charged() -> None:
@@ -363,6 +397,17 @@ def test_values_are_said_again_at_the_end_of_each_stage_and_charged() -> None:
     assert thinner.used >= 30 + 3
 
 
+def test_who_takes_over_is_charged_for_what_may_be_said_again() -> None:
+    thinner = RunThinner(Thinner(step=1, exempt=()))
+    points = thinned(thinner, every_step(range(10), "a", "b"))
+    thinner.roll_back({"c": 5})
+    thinner.hand_over(RunThinner(Thinner(step=1, exempt=())), after=0, spent=len(points))
+
+    points += thinned(thinner, every_step(range(3), "a", "b"))
+
+    assert thinner.used == 2 * (10 + 3) + len("abc")
+
+
 def test_nothing_is_said_again_without_a_roll_back() -> None:
     """A metric may have an axis of its own, that starts anew in each epoch."""
     thinner = RunThinner(Thinner(step=1, exempt=()))
@@ -370,12 +415,13 @@ def test_nothing_is_said_again_without_a_roll_back() -> None:
     assert [point.step for point in points] == [*range(10), *range(5)]
 
 
-def test_nothing_is_said_again_beyond_the_cap() -> None:
+@pytest.mark.parametrize("cap", range(1, 12))
+def test_nothing_is_said_again_beyond_the_cap(cap: int) -> None:
     names = [f"m{index}" for index in range(5)]
-    thinner = RunThinner(Thinner(step=10, max_metric_steps=6, reserve=0, exempt=()))
+    thinner = RunThinner(Thinner(step=10, max_metric_steps=cap, reserve=0, exempt=()))
     points = thinned(thinner, every_step(range(3), *names))
     thinner.roll_back(dict.fromkeys(names, 100))
 
     points += thinner.flush()
 
-    assert len(points) == 5
+    assert 0 < len(points) <= cap

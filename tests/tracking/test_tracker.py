@@ -1,0 +1,534 @@
+"""What was logged is on the server once: through SIGKILL, outages, other machines, other options, and roll-backs."""
+
+import os
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from lightning_air.tracking import tracker as tracker_module
+from lightning_air.tracking.charging import MARK_TAG
+from lightning_air.tracking.folder_lock import SpoolInUseError
+from lightning_air.tracking.leftovers import send_left
+from lightning_air.tracking.points import Point
+from lightning_air.tracking.replaying import LeftRecords
+from lightning_air.tracking.run_thinner import RunThinner
+from lightning_air.tracking.spool import Spool
+from lightning_air.tracking.spool_folder import RUN_NAME
+from lightning_air.tracking.tracker import Tail, Tracker
+from tests.kit.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.kit.mlflow_server import MlflowServer, mlflow_server
+from tests.kit.ranks import run_ranks
+from tests.tracking.killing import NAMES, append_forever, killed, open_tracker, stored_mark
+from tests.tracking.stand_ins import Warnings
+
+DEADLINE_SECONDS = 30.0
+
+
+@pytest.fixture(scope="session")
+def server() -> MlflowServer:
+    return mlflow_server()
+
+
+@pytest.fixture
+def proxy(server: MlflowServer) -> Iterator[FaultyProxy]:
+    with faulty_proxy(server.url) as running:
+        yield running
+
+
+@pytest.fixture
+def run_id(server: MlflowServer) -> str:
+    return server.create_run()
+
+
+def log(tracker: Tracker, steps: Iterable[int], *names: str, offset: float = 0.0) -> None:
+    for step in steps:
+        tracker.append(step, dict.fromkeys(names or ("a",), step + offset))
+
+
+def in_checkpoint(tail: Tail) -> Tail | None:
+    """Return what another process finds in the checkpoint."""
+    return Tail.of({"tail": tail.to_dict()})
+
+
+def curve(server: MlflowServer, run_id: str, key: str = "a") -> list[tuple[int, float]]:
+    found = [(point.step, point.value) for point in server.points_of(run_id) if point.key == key]
+    return sorted(found)
+
+
+def assert_once(server: MlflowServer, run_id: str, attempts: Iterable[Iterable[int]]) -> list[Point]:
+    """Check that each safe step is there once with all its metrics, and at most one more of each attempt."""
+    points = server.points_of(run_id)
+    steps = Counter(point.step for point in points)
+    safe = {step for attempt in attempts for step in attempt}
+    assert safe <= steps.keys()
+    assert set(steps.values()) == {len(NAMES)}, "some are twice, or not whole"
+    assert len(steps) <= len(safe) + len(list(attempts))
+    assert len({point.key for point in points}) == len(NAMES)
+    return points
+
+
+# ---- SIGKILL ---------------------------------------------------------------------------------------------------------
+
+
+def test_records_of_killed_attempts_arrive_once_and_the_mark_is_never_below(
+    server: MlflowServer, run_id: str, tmp_path: Path
+) -> None:
+    attempts = []
+    for attempt in range(3):
+        safe = tmp_path / f"safe {attempt}"
+        options = {"mark": stored_mark(server, run_id)}
+        spool = server.url, run_id, tmp_path / "spool"
+        attempts.append(killed(safe, append_forever, spool, 10_000 * attempt, options))
+        assert len(server.points_of(run_id)) <= stored_mark(server, run_id)
+
+    tracker = open_tracker(server.url, run_id, tmp_path / "spool", mark=stored_mark(server, run_id))
+    assert tracker.close(DEADLINE_SECONDS)
+
+    points = assert_once(server, run_id, attempts)
+    assert len(points) <= stored_mark(server, run_id) <= tracker.used
+    assert not (tmp_path / "spool").exists()
+
+
+@pytest.mark.parametrize("fault", [Fault("log-batch", cuts=True), Fault("log-batch", status=500, seconds=0.05)])
+def test_records_arrive_once_though_the_server_did_not_say_that_it_had_them(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path, fault: Fault
+) -> None:
+    """Each attempt sends what the one before has sent without knowing it; the last one is a replay."""
+    proxy.set(fault)
+    attempts = []
+    for attempt in range(2):
+        safe = tmp_path / f"safe {attempt}"
+        options = {"mark": stored_mark(server, run_id)}
+        spool = proxy.url, run_id, tmp_path / "spool"
+        attempts.append(killed(safe, append_forever, spool, 10_000 * attempt, options, least=200))
+    proxy.set(Fault("log-batch", cuts=True, times=1))
+
+    assert send_left(tmp_path / "spool", deadline_seconds=DEADLINE_SECONDS).is_complete
+
+    assert len(assert_once(server, run_id, attempts)) <= stored_mark(server, run_id)
+
+
+def test_the_cap_holds_over_three_killed_attempts_on_one_machine(
+    server: MlflowServer, run_id: str, tmp_path: Path
+) -> None:
+    options = {"max_metric_steps": 100, "reserve": 0, "step": "auto"}
+    for attempt in range(3):
+        safe = tmp_path / f"safe {attempt}"
+        spool = server.url, run_id, tmp_path / "spool"
+        killed(safe, append_forever, spool, 150 * attempt, options, least=150)
+        options["mark"] = stored_mark(server, run_id)
+        assert len(server.points_of(run_id)) <= stored_mark(server, run_id) <= 100
+    send_left(tmp_path / "spool", deadline_seconds=DEADLINE_SECONDS)
+    assert len(NAMES) < len(server.points_of(run_id)) <= stored_mark(server, run_id) <= 100
+
+
+def test_the_cap_holds_over_attempts_on_fresh_machines_that_resume_from_one_checkpoint(
+    server: MlflowServer, run_id: str, tmp_path: Path
+) -> None:
+    """The checkpoint knows nothing of what was sent after it; the mark does. At last the first machine comes back."""
+    options = {"max_metric_steps": 60, "reserve": 0, "step": 1}
+    first = open_tracker(server.url, run_id, tmp_path / "0", **options)
+    log(first, range(5))
+    first.flush(DEADLINE_SECONDS)
+    tail = in_checkpoint(first.tail())
+    log(first, range(5, 30))
+    first.close(DEADLINE_SECONDS)
+    for machine in range(1, 4):
+        mark = stored_mark(server, run_id)
+        tracker = open_tracker(server.url, run_id, tmp_path / str(machine), mark=mark, tail=tail, **options)
+        log(tracker, range(5, 30))
+        tracker.close(DEADLINE_SECONDS)
+        assert len(server.points_of(run_id)) <= stored_mark(server, run_id)
+        assert mark < stored_mark(server, run_id)
+    assert len(server.points_of(run_id)) <= 60
+
+
+def test_a_machine_that_comes_back_knows_what_others_have_sent_meanwhile(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    options = {"max_metric_steps": 10_000}
+    first = open_tracker(proxy.url, run_id, tmp_path / "0", **options)
+    log(first, range(100))
+    assert first.flush(DEADLINE_SECONDS)
+    proxy.refuse()
+    log(first, range(100, 200))
+    assert not first.close(0.1)
+    second = open_tracker(server.url, run_id, tmp_path / "1", mark=stored_mark(server, run_id), **options)
+    log(second, range(200, 400))
+    assert second.close(DEADLINE_SECONDS)
+    proxy.accept()
+
+    third = open_tracker(proxy.url, run_id, tmp_path / "0", mark=stored_mark(server, run_id), **options)
+    log(third, range(400, 500))
+    assert third.close(DEADLINE_SECONDS)
+
+    assert [step for step, _ in curve(server, run_id)] == list(range(500))
+    assert 500 <= stored_mark(server, run_id) < 500 + 3 * 20
+    assert RunThinner.from_snapshot(third.snapshot()).used >= 500
+
+
+def test_the_count_of_a_checkpoint_that_no_tag_confirms_is_stored_before_more_is_sent(
+    server: MlflowServer, run_id: str, tmp_path: Path
+) -> None:
+    tracker = open_tracker(server.url, run_id, tmp_path / "spool", mark=500)
+    assert MARK_TAG not in server.tags_of(run_id)
+    log(tracker, range(3))
+    assert tracker.close(DEADLINE_SECONDS)
+    assert stored_mark(server, run_id) >= 503
+
+
+# ---- a tail ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_checkpoint_holds_is_sent_once_from_another_machine_and_from_the_old_one_too(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    old = open_tracker(proxy.url, run_id, tmp_path / "old")
+    log(old, range(50))
+    assert old.flush(DEADLINE_SECONDS)
+    proxy.refuse()
+    log(old, range(50, 80))
+    tail = in_checkpoint(old.tail())
+    log(old, range(80, 90))
+    assert not old.close(0.1)
+    proxy.accept()
+
+    new = open_tracker(proxy.url, run_id, tmp_path / "new", tail=tail, mark=stored_mark(server, run_id))
+    log(new, range(100, 120))
+    assert new.close(DEADLINE_SECONDS)
+
+    assert curve(server, run_id) == [(step, step) for step in (*range(80), *range(100, 120))]
+    assert send_left(tmp_path / "old", deadline_seconds=DEADLINE_SECONDS).is_complete
+    assert curve(server, run_id) == [(step, step) for step in (*range(90), *range(100, 120))]
+    assert stored_mark(server, run_id) >= 110
+
+
+def test_a_tail_that_the_server_has_got_meanwhile_changes_nothing(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    proxy.refuse()
+    old = open_tracker(proxy.url, run_id, tmp_path / "old", step=10)
+    log(old, range(80))
+    tail = in_checkpoint(old.tail())
+    proxy.accept()
+    log(old, range(80, 100))
+    assert old.close(DEADLINE_SECONDS)
+    before = server.points_of(run_id)
+
+    new = open_tracker(server.url, run_id, tmp_path / "new", tail=tail, step=10, mark=stored_mark(server, run_id))
+    assert new.close(DEADLINE_SECONDS)
+
+    assert server.points_of(run_id) == before
+
+
+def test_what_the_folder_holds_is_sent_and_not_the_tail_which_is_a_part_of_it(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    proxy.refuse()
+    first = open_tracker(proxy.url, run_id, tmp_path / "spool")
+    log(first, range(20))
+    tail = in_checkpoint(first.tail())
+    log(first, range(20, 40))
+    assert not first.close(0.1)
+    proxy.accept()
+
+    second = open_tracker(proxy.url, run_id, tmp_path / "spool", tail=tail)
+    log(second, range(40, 50))
+    assert second.close(DEADLINE_SECONDS)
+
+    assert curve(server, run_id) == [(step, step) for step in range(50)]
+
+
+def test_a_tail_that_was_not_laid_down_to_its_end_is_laid_down_again(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.refuse()
+    first = open_tracker(proxy.url, run_id, tmp_path / "first")
+    log(first, range(20))
+    tail = in_checkpoint(first.tail())
+    assert not first.close(0.1)
+    proxy.accept()
+    with monkeypatch.context() as context:  # killed before it could say whose records they are
+        context.setattr(tracker_module, "write_run_info", lambda *_: os.kill(0, "no such signal"))
+        with pytest.raises(TypeError):
+            open_tracker(proxy.url, run_id, tmp_path / "second", tail=tail)
+    assert not (tmp_path / "second" / RUN_NAME).exists()
+
+    third = open_tracker(proxy.url, run_id, tmp_path / "second", tail=tail)
+    assert third.close(DEADLINE_SECONDS)
+
+    assert curve(server, run_id) == [(step, step) for step in range(20)]
+
+
+def test_a_killed_attempt_that_had_a_tail_leaves_all_of_it(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    """Killed while the server is still away; the third attempt, on the same machine, finds both attempts' records."""
+    proxy.refuse()
+    first = open_tracker(proxy.url, run_id, tmp_path / "first")
+    for step in range(30):
+        first.append(step, {name: step + index / 7 for index, name in enumerate(NAMES)})
+    tail = in_checkpoint(first.tail())
+    assert not first.close(0.1)
+    spool = proxy.url, run_id, tmp_path / "second"
+    killed_steps = killed(tmp_path / "safe", append_forever, spool, 1_000, {"tail": tail, "prefix": "x"})
+    proxy.accept()
+
+    third = open_tracker(proxy.url, run_id, tmp_path / "second", tail=tail)
+    assert third.close(DEADLINE_SECONDS)
+
+    points = server.points_of(run_id)
+    assert Counter(point.step for point in points).keys() >= {*range(30), *killed_steps}
+    assert set(Counter(point.step for point in points).values()) == {len(NAMES)}
+    assert {point.key.startswith("x-") for point in points if point.step < 30} == {False}
+    assert {point.key.startswith("x-") for point in points if point.step >= 1_000} == {True}
+
+
+def test_a_long_tail_is_cut_and_says_so(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_module, "_MAX_TAIL_RECORDS", 10)
+    proxy.refuse()
+    tracker = open_tracker(proxy.url, run_id, tmp_path / "spool")
+    log(tracker, range(10))
+    assert not tracker.tail().is_cut
+    log(tracker, range(10, 13))
+    tail = tracker.tail()
+    assert tail.is_cut
+    assert [step for _, step, _ in tail.records] == list(range(10))
+    tracker.close(0.1)
+
+
+def test_a_tail_is_whole_while_the_writer_deletes_what_is_sent(
+    server: MlflowServer, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it is taken: the thinner in it and the records in it give what is not sent, without a gap between."""
+    spool = Spool.__init__
+    monkeypatch.setattr(
+        Spool, "__init__", lambda self, folder, **options: spool(self, folder, segment_bytes=4096, **options)
+    )
+    tracker = open_tracker(server.url, run_id, tmp_path / "spool", step=10, flush_seconds=0.01)
+    for step in range(3_000):
+        tracker.append(step, {"a": float(step)})
+        if step % 100 == 99:
+            tail = tracker.tail()
+            logged = tail.thinner["thinner"]["logged"]
+            assert logged + len(tail.records) == step + 1
+            assert [each for _, each, _ in tail.records] == list(range(logged, step + 1))
+            time.sleep(random.random() / 50)
+    assert tracker.close(DEADLINE_SECONDS)
+    assert len(curve(server, run_id)) == 300
+
+
+def test_a_tail_has_no_gap_where_the_writer_has_deleted_a_segment_meanwhile(
+    server: MlflowServer, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, spool = [], Spool.__init__
+    monkeypatch.setattr(
+        Spool, "__init__", lambda self, folder, **options: spool(self, folder, segment_bytes=4096, **options)
+    )
+
+    class Late(LeftRecords):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            made.append(tracker.flush(DEADLINE_SECONDS))
+
+    tracker = open_tracker(server.url, run_id, tmp_path / "spool", step=100, flush_seconds=60)
+    log(tracker, range(250))
+    monkeypatch.setattr(tracker_module, "LeftRecords", Late)
+
+    tail = tracker.tail()
+
+    assert made == [True, True]
+    assert tail.thinner["thinner"]["logged"] + len(tail.records) == 250
+    assert tracker.close(DEADLINE_SECONDS)
+
+
+def test_a_checkpoint_of_a_logger_without_a_tail_has_none() -> None:
+    assert Tail.of({}) is None
+    assert Tail.of({"tail": None}) is None
+
+
+# ---- other options ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_keeps_the_options_that_it_was_logged_with(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    proxy.refuse()
+    first = open_tracker(proxy.url, run_id, tmp_path / "spool", step=10, prefix="old", aggregate=("mean", "max"))
+    log(first, range(25))
+    assert not first.close(0.1)
+    second = open_tracker(proxy.url, run_id, tmp_path / "spool", step=5, prefix="new")
+    log(second, range(25, 35))
+    assert not second.close(0.1)
+    proxy.accept()
+    third = open_tracker(proxy.url, run_id, tmp_path / "spool", max_metric_steps=1_000)
+    log(third, range(35, 37))
+    assert third.close(DEADLINE_SECONDS)
+
+    assert curve(server, run_id, "old-a") == [(9, 4.5), (19, 14.5), (24, 22.0)]
+    assert curve(server, run_id, "old-a/max") == [(9, 9.0), (19, 19.0), (24, 24.0)]
+    assert curve(server, run_id, "new-a") == [(29, 27.0), (34, 32.0)]
+    assert curve(server, run_id, "a") == [(35, 35.0), (36, 36.0)]
+    assert "1k metric steps" in third.plan()
+
+
+def test_the_length_of_training_concerns_this_attempt_and_not_what_is_left(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    """More is left than fits into one request, so that it is still being sent when the length is said."""
+    proxy.refuse()
+    first = open_tracker(proxy.url, run_id, tmp_path / "spool")
+    log(first, range(1_500))
+    assert not first.close(0.1)
+    proxy.accept()
+
+    second = open_tracker(proxy.url, run_id, tmp_path / "spool")
+    second.set_horizon(10_000)
+    second.flush(DEADLINE_SECONDS)
+    log(second, range(1_500, 1_503))
+    assert second.close(DEADLINE_SECONDS)
+
+    assert len(curve(server, run_id)) == 1_503
+    assert second.snapshot()["thinner"]["steps"]["strides"]["horizon"] == 10_000
+
+
+def test_a_lower_cap_holds_for_what_is_logged_from_now_on(server: MlflowServer, run_id: str, tmp_path: Path) -> None:
+    first = open_tracker(server.url, run_id, tmp_path / "spool")
+    log(first, range(50))
+    assert first.close(DEADLINE_SECONDS)
+    mark = stored_mark(server, run_id)
+    warnings = Warnings()
+
+    second = open_tracker(
+        server.url, run_id, tmp_path / "spool", mark=mark, max_metric_steps=40, reserve=0, warn=warnings
+    )
+    log(second, range(50, 60))
+    assert second.close(DEADLINE_SECONDS)
+
+    assert len(curve(server, run_id)) == 50
+    assert "95%" in warnings.text
+    assert "10" in warnings.text
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
+
+
+def open_while_in_use(tracking_uri: str, run_id: str, folder: Path) -> str:
+    try:
+        open_tracker(tracking_uri, run_id, folder)
+    except SpoolInUseError as error:
+        return str(error)
+    return "granted"
+
+
+def test_a_second_process_on_the_run_is_told_who_has_it(server: MlflowServer, run_id: str, tmp_path: Path) -> None:
+    tracker = open_tracker(server.url, run_id, tmp_path / "spool")
+    log(tracker, range(3))
+
+    (result,) = run_ranks(open_while_in_use, 1, args=(server.url, run_id, tmp_path / "spool"))
+
+    assert f"{tmp_path / 'spool'} is in use by process {os.getpid()} on " in result.value
+    assert "Wait for its end, or give each its own folder." in result.value
+    with pytest.raises(SpoolInUseError, match="by this process already"):
+        open_tracker(server.url, run_id, tmp_path / "spool")
+    with pytest.raises(SpoolInUseError):
+        send_left(tmp_path / "spool", deadline_seconds=1)
+    assert tracker.close(DEADLINE_SECONDS)
+    assert len(curve(server, run_id)) == 3
+
+
+# ---- a roll-back -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_folder", [True, False], ids=["same machine", "other machine"])
+def test_after_a_roll_back_the_latest_values_are_the_last_ones(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path, *, has_folder: bool
+) -> None:
+    """`stays` never gets again as far as it was, `passes` does, `kept` had not gone beyond."""
+    first = open_tracker(proxy.url, run_id, tmp_path / "spool")
+    log(first, range(40), "kept")
+    log(first, range(90), "stays", "passes")
+    assert first.flush(DEADLINE_SECONDS)
+    proxy.refuse()
+    tail = in_checkpoint(first.tail())
+    log(first, range(90, 100), "stays", "passes")
+    first.close(0.1)
+    proxy.accept()
+    if not has_folder:
+        shutil.rmtree(tmp_path / "spool")
+    client = MlflowClient(server.url)
+
+    second = open_tracker(proxy.url, run_id, tmp_path / "spool", tail=tail, mark=stored_mark(server, run_id))
+    second.roll_back({"stays": 89, "passes": 89})
+    second.flush(DEADLINE_SECONDS)
+    log(second, range(51, 70), "stays", offset=0.5)
+    log(second, range(51, 120), "passes", offset=0.5)
+    assert second.close(DEADLINE_SECONDS)
+
+    assert client.get_run(run_id).data.metrics == {"kept": 39.0, "stays": 69.5, "passes": 119.5}
+    reached = 99 if has_folder else 89
+    assert (reached, 69.5) in curve(server, run_id, "stays")
+    assert curve(server, run_id, "stays").count((69, 69.5)) == 1
+
+
+# ---- its end ---------------------------------------------------------------------------------------------------------
+
+
+def test_closing_again_leaves_alone_what_another_one_has_made(
+    server: MlflowServer, run_id: str, tmp_path: Path
+) -> None:
+    first = open_tracker(server.url, run_id, tmp_path / "spool")
+    log(first, range(3))
+    assert first.close(DEADLINE_SECONDS)
+    second = open_tracker(server.url, run_id, tmp_path / "spool", mark=stored_mark(server, run_id))
+    log(second, range(3, 6))
+
+    assert first.close(DEADLINE_SECONDS)
+
+    assert second.close(DEADLINE_SECONDS)
+    assert len(curve(server, run_id)) == 6
+
+
+def test_a_folder_that_cannot_be_deleted_ends_no_training(
+    server: MlflowServer, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(tracker_module, "remove_folder", refuse)
+    warnings = Warnings()
+    tracker = open_tracker(server.url, run_id, tmp_path / "spool", warn=warnings)
+    log(tracker, range(3))
+
+    assert tracker.close(DEADLINE_SECONDS)
+
+    assert "not yours. All that it held has arrived." in warnings.text
+
+
+def test_what_can_be_known_of_it(server: MlflowServer, run_id: str, tmp_path: Path) -> None:
+    events: list[Any] = []
+    warnings = Warnings()
+    tracker = open_tracker(
+        server.url, run_id, tmp_path / "spool", step="auto", system=500, warn=warnings, on_events=events.extend
+    )
+    tracker.set_horizon(1_000)
+    tracker.set_system(100)
+    tracker.append(1, {"a": float("nan"), "b": 1.0, "c$": 2.0})
+    assert tracker.flush(DEADLINE_SECONDS)
+    assert [(event.key, event.value) for event in events] == [("a", "nan")]
+    assert "3 metrics" in tracker.plan()
+    assert 0 < tracker.seconds_blocked < 1
+    assert tracker.stats.num_pending_records == 0
+    assert tracker.close(DEADLINE_SECONDS)
+    assert "'c$' as 'c_-" in warnings.text
+    assert tracker.snapshot()["thinner"]["budget"]["system"] == 100
+    assert tracker.snapshot()["thinner"]["steps"]["strides"]["horizon"] == 1_000
