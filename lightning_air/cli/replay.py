@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     # MLflow's own tries would take minutes, whatever --timeout says; we try again anyway.
     for variable, value in ((MLFLOW_HTTP_REQUEST_MAX_RETRIES, 0), (MLFLOW_HTTP_REQUEST_TIMEOUT, 10)):
-        if not variable.is_set():
+        if not variable.is_set():  # type: ignore[no-untyped-call]
             variable.set(value)  # type: ignore[no-untyped-call]
     folders = spools_in(options.folder)
     if not folders:
