@@ -100,7 +100,8 @@ class Opening:
         for text in (*choice.warnings, *run.warnings):
             self._warn(text, text)
         choice = replace(choice, run_id=run.run_id, experiment_id=run.experiment_id, parent_run_id=None)
-        name = None if self._experiment is None else self._experiment.name
+        named = self._experiment  # where the run is, unless it was there before
+        name = named.name if named is not None and named.experiment_id == run.experiment_id else None
         return Opened(run=run, choice=choice, ordinal=ordinal, experiment_name=name)
 
     def again(self, earlier: Opened) -> Opened:

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -188,13 +189,19 @@ def test_beside_a_csv_logger(store: Store) -> None:
 
 
 def test_two_of_ours_in_one_trainer(store: Store) -> None:
-    first, second = make_logger(store, "first"), make_logger(store, "second", step=4)
+    before = sys.stdout, sys.stderr
+    first, second = (
+        make_logger(store, "first", log_console=True),
+        make_logger(store, "second", step=4, log_console=True),
+    )
     callback = ModelCheckpoint("ckpt")
     many([first, second], callback, steps=8, enable_checkpointing=True)
     assert first.run_id != second.run_id
     assert store.steps(first.run_id, "loss") == list(range(8))
     assert store.steps(second.run_id, "loss") == [3, 7]
     assert {store.status(first.run_id), store.status(second.run_id)} == {"FINISHED"}
+    assert (sys.stdout, sys.stderr) == before
+    assert store.artifact(first.run_id, "stderr.log") == store.artifact(second.run_id, "stderr.log")
     # Each goes on with its own.
     best = callback.best_model_path
     third, fourth = (make_logger(store, name, resume_run="continue") for name in ("first", "second"))
@@ -358,7 +365,7 @@ def _artifacts_of_stock(store: Store, log_model: Any, **options: Any) -> list[st
 
 @pytest.mark.parametrize(
     ("log_model", "options"),
-    [(True, {"save_top_k": 2}), (True, {"save_top_k": -1}), ("all", {"save_top_k": 4}), (True, {"save_last": True})],
+    [(True, {"save_top_k": 2, "save_last": True}), (True, {"save_top_k": -1}), ("all", {"save_top_k": 4})],
     ids=str,
 )
 def test_checkpoints_are_uploaded_as_lightnings_logger_does(

@@ -102,6 +102,21 @@ def test_fit_validate_test_and_fit_again_are_one_run(store: Store, exit_: Exit) 
     assert store.status(run_id) == "FINISHED"
 
 
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_stage_alone_is_a_run(store: Store, stage: str) -> None:
+    class Predicts(Logs):
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.logger.log_metrics({"predicted": 1.0}, step=batch_idx)
+
+    logger = make_logger(store)
+    trainer = make_trainer(logger)
+    options = {} if stage == "predict" else {"verbose": False}
+    getattr(trainer, stage)(Predicts(), loader(), **options)
+    run = store.only_run("runs")
+    assert run.info.status == "FINISHED"
+    assert set(run.data.metrics) & {"val_loss", "test_loss", "predicted"}
+
+
 def test_one_logger_for_two_trainers_is_one_run(store: Store) -> None:
     logger = make_logger(store)
     fit(logger, max_steps=2)
@@ -377,6 +392,16 @@ def test_no_child_where_another_experiment_is_named(store: Store) -> None:
         fit(logger, max_steps=1)
     assert "mlflow.parentRunId" not in store.tags(logger.run_id)
     assert store.only_run("another").info.status == "FINISHED"
+
+
+@pytest.mark.usefixtures("fluent")
+def test_the_active_run_where_another_experiment_is_named(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with mlflow.start_run() as active, warned() as found, caplog.at_level("INFO"):
+        logger = make_logger(store, "another", adopt_active=True)
+        fit(logger, max_steps=1)
+    assert logger.run_id == active.info.run_id
+    assert "is not used: a run cannot move" in found.text
+    assert f"Experiment {active.info.experiment_id}:" in caplog.text  # and not the other's name
 
 
 @pytest.mark.usefixtures("fluent")

@@ -314,9 +314,7 @@ def proxy(server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fau
         yield made
 
 
-@pytest.mark.parametrize(
-    ("resume_run", "dirpath"), [("new", "ckpt"), ("continue", "ckpt"), ("new", None), ("continue", None)]
-)
+@pytest.mark.parametrize(("resume_run", "dirpath"), [("new", None), ("continue", "ckpt"), ("continue", None)])
 def test_a_checkpoint_carries_what_the_server_has_not_taken(
     proxy: FaultyProxy, server: MlflowServer, resume_run: Any, dirpath: str | None
 ) -> None:
