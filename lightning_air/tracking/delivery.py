@@ -149,6 +149,8 @@ class Delivery(Generic[ThinnerT]):
             False if something is due and could not be sent in time.
         """
         is_full = True
+        if not self._points and self._position == self.progress.position:
+            self._make_changes()  # what was asked for before the first record holds from the first record on
         while is_full:
             self._source.prepare()
             is_full = self._collect()
@@ -158,9 +160,12 @@ class Delivery(Generic[ThinnerT]):
                 break
             if not self._commit():
                 return False
-            while self._calls:
-                self._change(self._calls.popleft())
+            self._make_changes()
         return True
+
+    def _make_changes(self) -> None:
+        while self._calls:
+            self._change(self._calls.popleft())
 
     def _is_due(self) -> bool:
         begun = self._begun_seconds

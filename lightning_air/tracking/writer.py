@@ -165,7 +165,7 @@ class Writer(Generic[ThinnerT]):
         delivery, sending = self._delivery, self._sender.stats
         return WriterStats(
             num_sent=delivery.progress.num_sent + delivery.num_sent_in_part,
-            num_thinned=delivery.progress.num_thinned + delivery.num_thinned_since,
+            num_thinned=max(0, delivery.progress.num_thinned + delivery.num_thinned_since),
             num_set_aside=delivery.progress.num_set_aside,
             num_pending_points=delivery.num_pending_points,
             num_pending_records=max(0, delivery.num_left + self._source.num_appended - delivery.num_read),

@@ -149,6 +149,22 @@ def test_a_run_that_is_deleted_or_unknown_costs_no_time(
     assert steps(server, deleted) == [*range(5)]
 
 
+def test_what_is_sent_is_counted_beside_what_other_machines_have_sent_meanwhile(
+    server: MlflowServer, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    run_id, options = server.create_run(), {"max_metric_steps": 10_000}
+    leave(proxy, run_id, tmp_path / run_id, range(100), **options)
+    tracker = open_tracker(server.url, run_id, tmp_path / "another machine", **options)
+    for step in range(100, 300):
+        tracker.append(step, {"a": float(step)})
+    assert tracker.close(30)
+
+    send(proxy, tmp_path)
+
+    assert steps(server, run_id) == [*range(300)]
+    assert 300 <= stored_mark(server, run_id) < 330
+
+
 def test_no_folder_is_no_trouble(proxy: FaultyProxy, tmp_path: Path) -> None:
     assert send(proxy, tmp_path / "none") == ([], [])
 

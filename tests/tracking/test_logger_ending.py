@@ -105,11 +105,12 @@ def test_fit_validate_test_and_fit_again_are_one_run(store: Store, exit_: Exit) 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_a_stage_alone_is_a_run(store: Store, stage: str) -> None:
     class Predicts(Logs):
-        def predict_step(self, batch: Any, batch_idx: int) -> None:
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
             self.trainer.logger.log_metrics({"predicted": 1.0}, step=batch_idx)
+            return batch[0]
 
     logger = make_logger(store)
-    trainer = make_trainer(logger)
+    trainer = make_trainer(logger, limit_val_batches=2)
     options = {} if stage == "predict" else {"verbose": False}
     getattr(trainer, stage)(Predicts(), loader(), **options)
     run = store.only_run("runs")
@@ -469,7 +470,7 @@ def test_the_end_waits_no_longer_than_it_is_told(
     with warned() as found:
         fit(logger, Ends(), max_steps=2, enable_checkpointing=True)
     seconds = time.monotonic() - begun[0]
-    assert seconds < 5
+    assert seconds < 8
     assert f"Metrics of the run {logger.run_id} have not all reached the server" in found.text
 
 
