@@ -8,12 +8,13 @@ are of those steps, and nothing is scaled.
 - visible: from the first call until the database has every point.
 - lost: points of calls that had returned, and that never came; for ours after what a user would do, a replay.
 
-    python -m benchmarks.tracking [--steps 2000] [--synchronous-steps 200] [--rounds 2] [--outage 20]
+    python -m benchmarks.tracking [--steps 2000] [--synchronous-steps 200] [--rounds 2] [--outage 20] [--part cost]
 """
 
 import argparse
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -47,7 +48,8 @@ from tests.tracking.killing import SafeSteps, killed
 KINDS = {"synchronous": "MLFlowLogger", "asynchronous": "MLFlowLogger, asynchronous", "ours": "AirMLflowLogger"}
 SLOW_SECONDS = 3.0
 SLOW_SYNCHRONOUS_STEPS = 4
-OUTAGE_PAUSE_SECONDS = 0.01
+OUTAGE_PAUSE_SECONDS = 0.02
+FIT_STEPS = 400
 DEADLINE_SECONDS = 300.0
 
 Metrics = dict[str, float]
@@ -272,7 +274,7 @@ def measure_kill(bench: Bench, proxy: FaultyProxy) -> None:
         print(f"| {name} | {num_logged} | {lost} | {num_twice} |", flush=True)
 
 
-def measure_outage(bench: Bench) -> None:
+def measure_outage(bench: Bench, _: FaultyProxy) -> None:
     """Print what an outage costs, all kinds at once, each behind a proxy of its own."""
     seconds = bench.options.outage
     num_steps = int((seconds + 5) / OUTAGE_PAUSE_SECONDS)
@@ -282,7 +284,7 @@ def measure_outage(bench: Bench) -> None:
 
     def measure(kind: str) -> str:
         with faulty_proxy(bench.server.url) as proxy:
-            load = bench.load(kind, proxy.url, num_steps // (4 if kind == "synchronous" else 1), OUTAGE_PAUSE_SECONDS)
+            load = bench.load(kind, proxy.url, num_steps // (8 if kind == "synchronous" else 1), OUTAGE_PAUSE_SECONDS)
             with ThreadPoolExecutor(1) as pool:
                 client = pool.submit(run_client, log_all, load)
                 while not (load.folder / "begun").exists() and not client.done():
@@ -342,17 +344,19 @@ class Clock(Callback):
     """Times from one batch's start to the next one's."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Note the time."""
-        self.times.append(time.perf_counter())
+        self.wall.append(time.perf_counter())
+        self.cpu.append(time.process_time())
 
-    @property
-    def steps(self) -> list[float]:
-        """Seconds of each step, without the first tenth."""
-        skip = len(self.times) // 10
-        return [after - before for before, after in zip(self.times[skip:], self.times[skip + 1 :], strict=False)]
+    def step(self) -> tuple[float, float, float]:
+        """Return the median and the mean step and the CPU seconds of one, without the first tenth."""
+        skip = len(self.wall) // 10
+        wall, cpu = ([after - before for before, after in itertools.pairwise(t[skip:])] for t in (self.wall, self.cpu))
+        return statistics.median(wall), statistics.mean(wall), statistics.mean(cpu)
 
 
 class Nothing(Logger):
@@ -367,12 +371,12 @@ class Nothing(Logger):
         """Do nothing."""
 
 
-def fit_all(url: str, folder: Path, num_rounds: int, num_metrics: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the median and the mean step of each round, by the logger's kind. One process: all take turns."""
+def fit_all(url: str, folder: Path, num_rounds: int, num_metrics: int) -> dict[str, list[tuple[float, ...]]]:
+    """Return the step of each round, by the logger's kind. One process: all take turns."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kinds = ["off", "nothing", "asynchronous", "ours"]
-    rows: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    rows: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
     for index in range(num_rounds + 1):
         for kind in kinds if index % 2 else kinds[::-1]:
             logger: Logger | bool = kind != "off"
@@ -380,10 +384,11 @@ def fit_all(url: str, folder: Path, num_rounds: int, num_metrics: int) -> dict[s
                 logger = Nothing() if kind == "nothing" else make_logger(kind, url, None, folder)
             clock = Clock()
             options = fast_trainer_kwargs(folder, logger=logger, callbacks=[clock], log_every_n_steps=1)
-            batches: Any = DataLoader([torch.randn(512)] * 32 * 150, batch_size=32)  # type: ignore[arg-type]
+            num_steps = FIT_STEPS if index else 10  # the first round warms up
+            batches: Any = DataLoader([torch.randn(512)] * 32 * num_steps, batch_size=32)  # type: ignore[arg-type]
             Trainer(**options).fit(Network(num_metrics), batches)
-            if index:  # the first round warms up
-                rows[kind].append((statistics.median(clock.steps), statistics.mean(clock.steps)))
+            if index:
+                rows[kind].append(clock.step())
     return rows
 
 
@@ -391,19 +396,28 @@ def measure_overhead(bench: Bench, proxy: FaultyProxy) -> None:
     """Print a training step with a logger ÷ without one."""
     folder = bench.folder / "fit"
     folder.mkdir()
-    result = run_client(fit_all, proxy.url, folder, 2 * bench.options.rounds + 1, bench.options.metrics)
+    result = run_client(fit_all, proxy.url, folder, bench.options.rounds + 1, bench.options.metrics)
     (rows,) = values([result])
     print(f"\nA Trainer's step on the CPU, {bench.options.metrics} metrics logged in each")
-    print("| logger | median step ms | ÷ off | mean ÷ off |")
-    print("|---|---|---|---|")
+    print("| logger | median step ms | median ÷ off | mean ÷ off | CPU ÷ off |")
+    print("|---|---|---|---|---|")
     for kind, found in rows.items():
         ratios = [
             statistics.median(mine[column] / off[column] for mine, off in zip(found, rows["off"], strict=True))
-            for column in (0, 1)
+            for column in range(3)
         ]
         name = {"off": "off", "nothing": "one that does nothing"}.get(kind) or KINDS[kind]
-        middle = 1e3 * statistics.median(median for median, _ in found)
-        print(f"| {name} | {middle:.2f} | {ratios[0]:.3f} | {ratios[1]:.3f} |", flush=True)
+        middle = 1e3 * statistics.median(step[0] for step in found)
+        print(f"| {name} | {middle:.2f} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |", flush=True)
+
+
+PARTS = {
+    "cost": measure_cost,
+    "slow": measure_slow,
+    "kill": measure_kill,
+    "outage": measure_outage,
+    "overhead": measure_overhead,
+}
 
 
 @contextlib.contextmanager
@@ -423,16 +437,14 @@ def main() -> None:
     parser.add_argument("--synchronous-steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--outage", type=float, default=20.0, metavar="SECONDS")
+    parser.add_argument("--part", choices=list(PARTS), action="append", help="by default all")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     server = mlflow_server()
     with _scratch() as folder, faulty_proxy(server.url) as proxy:
         bench = Bench(server, options, folder)
-        measure_cost(bench, proxy)
-        measure_slow(bench, proxy)
-        measure_kill(bench, proxy)
-        measure_outage(bench)
-        measure_overhead(bench, proxy)
+        for part in options.part or PARTS:
+            PARTS[part](bench, proxy)
 
 
 if __name__ == "__main__":
