@@ -11,6 +11,7 @@ one any more when the process ends.
 import enum
 import json
 import posixpath
+import re
 import shutil
 import tempfile
 from argparse import Namespace
@@ -29,6 +30,7 @@ from lightning_air.tracking.window import Event
 
 _MAX_DEPTH = 50
 _NO_BREAKS = 1 << 20
+_UNICODE_BREAKS = re.compile("[\x85\u2028\u2029]")
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,19 @@ def yaml_text(content: object) -> str:
     Args:
         content: Mappings, namespaces, dataclasses, sequences, sets and values, as deep as anybody writes them.
     """
-    text = yaml.safe_dump(_plain(content, ()), sort_keys=False, allow_unicode=True, width=_NO_BREAKS)
-    return storable_text(text)
+    plain = _plain(content, ())
+    return storable_text(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_NO_BREAKS))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Escapes Unicode's own line breaks, which PyYAML writes as they are, and which a reader folds into spaces."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = '"' if _UNICODE_BREAKS.search(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def storable_text(text: str) -> str:

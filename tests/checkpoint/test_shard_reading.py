@@ -91,7 +91,7 @@ def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
 FORMS: dict[str, Callable[[tuple[int, ...], torch.dtype], Tensor]] = {
     "contiguous": lambda shape, dtype: torch.zeros(shape, dtype=dtype),
     "parameter": lambda shape, dtype: torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False),
-    "transposed": lambda shape, dtype: torch.zeros(shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1]),
+    "transposed": lambda shape, dtype: torch.zeros(shape[::-1], dtype=dtype).permute(tuple(range(len(shape)))[::-1]),
     "every other": lambda shape, dtype: torch.zeros((*shape, 2), dtype=dtype)[..., 0],
     "of another type": lambda shape, dtype: torch.zeros(shape, dtype=torch.complex128),
     "conjugated": lambda shape, _: torch.zeros(shape, dtype=torch.complex64).conj(),

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,8 +223,19 @@ def test_ranks_that_disagree_on_the_world_size_are_told_apart(sizes: list[int], 
     assert ("2 of 4 ranks did not join within 2 s: rank 2 (node 0" in message) == (sizes[0] == 4)
 
 
-def test_a_rank_beyond_the_world_of_rank_0_is_told_so() -> None:
-    *joined, beyond = values(run_ranks(_joins_a_world_of, 3, args=([2, 2, 3],)))
+def _joins_and_stays_until_told(sizes: list[int], told: Path) -> str:
+    message = _joins_a_world_of(sizes)
+    if membership().global_rank == 2:
+        told.touch()
+    deadline = time.monotonic() + 10
+    while not told.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return message
+
+
+def test_a_rank_beyond_the_world_of_rank_0_is_told_so(tmp_path: Path) -> None:
+    args = ([2, 2, 3], tmp_path / "told")
+    *joined, beyond = values(run_ranks(_joins_and_stays_until_told, 3, args=args))
     assert joined == ["joined", "joined"]
     assert beyond.startswith("Rank 2 has world size 3 and rank 0 has world size 2. ")
 

@@ -1,6 +1,8 @@
 """A real MLflow store in a SQLite file of its own. Making one takes seconds, so all are copies of one template."""
 
 import shutil
+import sqlite3
+from contextlib import closing
 
 import pytest
 from mlflow import MlflowClient
@@ -10,12 +12,14 @@ MLFLOW_WARNING = "The ``noload`` loader strategy is deprecated"
 
 
 def local_client(factory: pytest.TempPathFactory) -> MlflowClient:
-    """Return a client of a new store with the default experiment only."""
+    """Return a client of a new store with the default experiment only, whose artifacts lie beside its database."""
     template = factory.getbasetemp() / "mlflow-template.db"
     if not template.exists():
         MlflowClient(f"sqlite:///{template}").search_experiments()
     folder = factory.mktemp("mlflow")
     shutil.copy(template, folder / "mlflow.db")
+    with closing(sqlite3.connect(folder / "mlflow.db")) as connection, connection:  # the template has them elsewhere
+        connection.execute("UPDATE experiments SET artifact_location = ?", (str(folder / "artifacts"),))
     return MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlflow import MlflowClient
 
@@ -62,6 +62,7 @@ def stored(tmp_path: Path) -> dict[str, bytes]:
 
 @law
 @given(plain)
+@example({"a\x85b": "\x85", "\u2028": ["c\u2029d"]})
 def test_yaml_holds_what_it_was_made_of(content: Any) -> None:
     assert yaml.safe_load(yaml_text(content)) == content
 

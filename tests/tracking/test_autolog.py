@@ -4,7 +4,6 @@ Autologging imports `pytorch_lightning`, which the other tests' process must not
 each with a store of its own, and the tests look at what became of them.
 """
 
-import sqlite3
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -398,8 +397,6 @@ class Store(NamedTuple):
 
 def new_store(factory: pytest.TempPathFactory, path: Path | None = None) -> Store:
     database = Path(local_client(factory).tracking_uri.removeprefix("sqlite:///"))
-    with sqlite3.connect(database) as connection:  # the template's artifacts are elsewhere
-        connection.execute("UPDATE experiments SET artifact_location = ?", (str(database.parent / "artifacts"),))
     return Store(MlflowClient(f"sqlite:///{database.rename(path or database)}"))
 
 
