@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from io import BytesIO
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from lightning_air._lightning import (
 )
 from lightning_air.checkpoint import telemetry
 from lightning_air.checkpoint.cadence import FAILURES_PER_GPU_DAY, Schedule, parse_every
+from lightning_air.checkpoint.consolidating import open_checkpoint
 from lightning_air.checkpoint.io import AsyncUCCheckpointIO
 from lightning_air.checkpoint.keeping import Keeping
 from lightning_air.checkpoint.last_path import wrapped
@@ -528,9 +530,22 @@ class AirCheckpoint(ModelCheckpoint):
                 ]
             }
 
+    def open_checkpoint(self, path: str | None = None) -> BytesIO:
+        """Return one of its checkpoints, the best by default, as `load_from_checkpoint` and `torch.load` take it.
+
+        All but the optimizers' states, verified, in this process' memory; of any of its forms and places. Any rank's.
+
+        Raises:
+            ValueError: If there is none yet.
+            FileNotFoundError, BadCheckpointError, OSError: As `lightning_air.open_checkpoint`.
+        """
+        if not (path := path or self.best_model_path):
+            raise ValueError("There is no best checkpoint yet. Name one: open_checkpoint(path).")
+        return open_checkpoint(path)
+
     def _io(self, trainer: Trainer) -> AsyncUCCheckpointIO | None:
-        io = trainer.strategy.checkpoint_io
-        return io if isinstance(io, AsyncUCCheckpointIO) else None
+        found = trainer.strategy.checkpoint_io
+        return found if isinstance(found, AsyncUCCheckpointIO) else None
 
 
 def _begin_the_next_epoch(trainer: Trainer) -> None:

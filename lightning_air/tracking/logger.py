@@ -71,6 +71,8 @@ class AirMLflowLogger(MLFlowLogger):
         run_id: A run to go on with.
         tags: Of the run.
         log_model: As in Lightning: True uploads the checkpoints at the end, "all" each as it comes.
+        register_model: A registered model's name (in Unity Catalog `catalog.schema.model`): when a fit has ended well,
+            its best checkpoint becomes a new version of it. Raise `close_timeout` for a large one.
         prefix: Put before each metric's name, with a "-".
         resume_run: "new" makes a run per attempt, linked to the one resumed from; "continue" goes on in the run that
             the checkpoint was saved in.
@@ -99,6 +101,7 @@ class AirMLflowLogger(MLFlowLogger):
         run_id: str | None = None,
         tags: Mapping[str, Any] | None = None,
         log_model: bool | Literal["all"] = False,
+        register_model: str | None = None,
         prefix: str = "",
         resume_run: Literal["new", "continue"] = "new",
         adopt_active: bool = False,
@@ -123,6 +126,7 @@ class AirMLflowLogger(MLFlowLogger):
             run_id=run_id,
             tags=tags,
             log_model=log_model,
+            register_model=register_model,
             prefix=prefix,
             resume_run=resume_run,
             adopt_active=adopt_active,

@@ -43,6 +43,7 @@ class LoggerOptions:
     run_id: str | None
     tags: Mapping[str, str]
     log_model: bool | Literal["all"]
+    register_model: str | None
     prefix: str
     resume_run: ResumeRun
     adopt_active: bool
@@ -76,6 +77,7 @@ class LoggerOptions:
             "artifact_location": artifact_location,
             "run_name": others["run_name"],
             "run_id": others["run_id"],
+            "register_model": others["register_model"],
         }
         for name, value in texts.items():
             if value is not None and (not isinstance(value, str) or not value.strip()):

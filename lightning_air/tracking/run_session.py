@@ -12,7 +12,7 @@ import torch
 from mlflow import MlflowClient
 from torch import Tensor
 
-from lightning_air._lightning import Trainer, TrainerFn
+from lightning_air._lightning import ModelCheckpoint, Trainer, TrainerFn
 from lightning_air.runtime import Launch, detect_job_run
 from lightning_air.tracking import attempts
 from lightning_air.tracking.artifacts import attempt_folder
@@ -76,6 +76,7 @@ class RunSession:
         self._launch, self._job = options.launch, detect_job_run()
         self.has_met = self.has_given_way = self._is_over = self._is_complete = False
         self._resumed: str | None = None
+        self._trainer: Trainer | None = None  # that trains; not one that only evaluates
         opening = Opening(options, client, self._launch, self._job, warn=warn)
         self.opened: Opened = opening.first(state, autolog) if earlier is None else opening.again(earlier.opened)
         stage = None if earlier is None or earlier.has_given_way else earlier
@@ -256,10 +257,38 @@ class RunSession:
         return {attempts.ROLLED_BACK_TAG: self._rolled_back}
 
     def begin_training(self, trainer: Trainer) -> None:
-        """Plan the budget for the length that the Trainer knows."""
+        """Plan the budget for the length that the Trainer knows, and see what can be known of how it ends."""
+        self._trainer = trainer
+        if self._options.register_model is not None:
+            self._check_registration(trainer)
         steps = trainer.estimated_stepping_batches
         if 0 <= steps < float("inf"):
             self.tracker.set_horizon(int(steps))
+
+    def _check_registration(self, trainer: Trainer) -> None:
+        if not _model_checkpoints(trainer):
+            self._warn("nothing to register", "register_model takes a ModelCheckpoint's best: add one.")
+        if self._options.platform.is_databricks and trainer.lightning_module.example_input_array is None:
+            self._warn(
+                "no signature",
+                "Unity Catalog takes no model without a signature: set the module's example_input_array, which "
+                "register_model makes it of.",
+            )
+
+    def _register(self) -> None:
+        """Have the best checkpoint of the training registered."""
+        trainer, self._trainer = self._trainer, None
+        name = self._options.register_model
+        callbacks = [] if trainer is None else _model_checkpoints(trainer)
+        if trainer is None or name is None or not callbacks:
+            return
+        from lightning_air.tracking.registering import ModelRegistration  # noqa: PLC0415 - takes a second
+
+        rated = next((each for each in callbacks if each.monitor is not None), callbacks[0])
+        registration = ModelRegistration(name, trainer.lightning_module, rated, warn=self._warn)
+        self.background.submit(
+            f"the registered model {name}", lambda: registration.send(self._client, self.run_id), replaces="model"
+        )
 
     # ---- logging -----------------------------------------------------------------------------------------------------
 
@@ -306,6 +335,9 @@ class RunSession:
         self._is_over = True
         self._is_complete = self.tracker.close(deadline_seconds)
         self.records.finish(self.tracker.folder)
+        if status == "FINISHED":
+            self._register()
+        self._trainer = None
         if self.choice.ends == "when_done":
             self.background.submit("the run's end", lambda: self._client.set_terminated(self.run_id, status))
         # A dead server has had the whole deadline already; what is left gets a moment all the same.
@@ -328,6 +360,10 @@ class RunSession:
                 f"{self.tracker.folder}: the next attempt on this machine sends it, or `lightning-air replay "
                 f"{self.tracker.folder}`.",
             )
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
 def _are_plain(metrics: Mapping[str, Any]) -> bool:
