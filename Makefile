@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST_LIGHTNING := 2.6.1
+# Most tests wait for processes; three at once keep two cores busy.
+TEST_WORKERS ?= 3
 
 .PHONY: help venv quickstart test lint format soak contract benchmarks clean
 
@@ -22,7 +24,7 @@ quickstart: venv  ## Train the small GPT of recipes/quickstart.py on two CPU pro
 	$(BIN)/python recipes/quickstart.py
 
 test: venv contract  ## Run the tests
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" --numprocesses $(TEST_WORKERS) --dist loadfile
 
 contract: venv .oldest/.ready  ## Check our overrides against the oldest Lightning that we claim
 	PYTHONPATH=.oldest $(BIN)/python -m pytest -q tests/test_lightning_contract.py

@@ -508,7 +508,7 @@ class Awkward:
         raise RuntimeError("only one element tensors can be converted to Python scalars")
 
 
-@pytest.mark.parametrize("bad", ["text", None, Awkward(), 10**400, [1.0], b"1"], ids=repr)
+@pytest.mark.parametrize("bad", ["text", None, Awkward(), 10**400, [1.0], b"1"], ids=lambda bad: type(bad).__name__)
 def test_of_twenty_values_one_that_is_no_number_is_left_out_and_named(bad: Any, tmp_path: Path) -> None:
     warnings = Warnings()
     with open_spool(tmp_path, warn=warnings) as spool:
