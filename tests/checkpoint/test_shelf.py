@@ -111,8 +111,8 @@ def test_the_worker_outlives_a_deletion_that_fails_and_tells_of_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(Shelf, "remove", fails)
-        io.remove_checkpoint(tmp_path / "a")
         with pytest.warns(UserWarning, match="a could not be deleted: no package for it"):
+            io.remove_checkpoint(tmp_path / "a")
             save(io, tmp_path / "b", 0.0)
     io.teardown()
     assert verify_checkpoint(tmp_path / "b").valid
