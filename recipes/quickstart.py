@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.loggers import MLFlowLogger
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset, Subset
 from typing_extensions import override
 
-from lightning_air import AirCheckpoint, AirStrategy, AsyncUCCheckpointIO, latest_checkpoint
+from lightning_air import AirCheckpoint, AirMLflowLogger, AirStrategy, AsyncUCCheckpointIO, latest_checkpoint
 from lightning_air.runtime import detect_launch
 
 MAX_STEPS = 500
@@ -239,7 +238,7 @@ class Narrator(Callback):
         self.samples = [pl_module.generate(prompt, num_bytes=200) for prompt in ("def ", "class ")]
 
 
-def draw_losses(logger: MLFlowLogger, path: Path) -> None:
+def draw_losses(logger: AirMLflowLogger, path: Path) -> None:
     """Draw the losses that MLflow has of the logger's run."""
     uniform = math.log(NUM_BYTES)
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -264,7 +263,7 @@ def make_trainer(options: argparse.Namespace, run: Path, narrator: Narrator) -> 
     """Return a trainer for all GPUs, or for two processes on the CPU, unless a launcher says how many there are."""
     on_gpu = torch.cuda.is_available()
     is_launched = detect_launch().kind != "local"  # AirStrategy then takes `devices` and `num_nodes` from the launcher
-    trainer = Trainer(
+    return Trainer(
         strategy=AirStrategy(sharding=options.sharding),
         accelerator="gpu" if on_gpu else "cpu",
         devices="auto" if on_gpu or is_launched else 2,
@@ -276,18 +275,14 @@ def make_trainer(options: argparse.Namespace, run: Path, narrator: Narrator) -> 
         log_every_n_steps=1,
         plugins=[AsyncUCCheckpointIO()],  # training waits only for a copy into host memory
         callbacks=[AirCheckpoint(str(run / "checkpoints"), every="20s", monitor="val/loss"), narrator],
-        logger=False,
-        enable_model_summary=False,
-    )
-    if trainer.is_global_zero:
-        # Only here: the logger's constructor makes MLflow's tables, and two ranks that do so at once fail.
-        trainer.logger = MLFlowLogger(
-            experiment_name="quickstart",
-            run_name=run.name,
+        logger=AirMLflowLogger(
+            "quickstart",
+            run.name,
             tracking_uri=f"sqlite:///{run.parent}/mlflow.db",
             artifact_location=f"{run.parent}/artifacts",
-        )
-    return trainer
+        ),
+        enable_model_summary=False,
+    )
 
 
 def parse_options() -> argparse.Namespace:
@@ -320,7 +315,8 @@ def main() -> None:
     narrator = Narrator()
     trainer = make_trainer(options, run, narrator)
     trainer.fit(ByteGPT(decay_steps=options.max_steps), StdlibBytes(), ckpt_path=options.checkpoint)
-    if isinstance(trainer.logger, MLFlowLogger):  # on rank 0
+    if trainer.is_global_zero:
+        assert isinstance(trainer.logger, AirMLflowLogger)
         draw_losses(trainer.logger, run / "loss.png")
         trainer.logger.experiment.log_artifact(trainer.logger.run_id, f"{run}/loss.png")
         print("\nWhat it writes now:", *narrator.samples, sep=f"\n{'-' * 80}\n")
