@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from lightning_air.tracking.batches import MAX_POINTS
+from lightning_air.tracking.full_record import FullRecord
 from lightning_air.tracking.ledger import Ledger
 from lightning_air.tracking.points import Point, Record
 from lightning_air.tracking.progress import Progress
@@ -78,6 +79,7 @@ class Delivery(Generic[ThinnerT]):
         ledger: Where it is noted how far it got.
         progress: Where to begin.
         options: How.
+        record: Given every record as it is taken; None for no full record.
         warn: Told of trouble.
         clock: The time in seconds.
 
@@ -97,6 +99,7 @@ class Delivery(Generic[ThinnerT]):
         progress: Progress,
         *,
         options: Options[ThinnerT],
+        record: FullRecord | None = None,
         warn: Warn,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -107,6 +110,7 @@ class Delivery(Generic[ThinnerT]):
         self._sender = sender
         self._ledger = ledger
         self._options = options
+        self._record = record
         self._warn = warn
         self._clock = clock
         self._calls: deque[Callable[[ThinnerT], object]] = deque()
@@ -193,6 +197,8 @@ class Delivery(Generic[ThinnerT]):
             self._begun_seconds = self._clock()
         self._position = position
         self.num_read += 1
+        if self._record is not None:
+            self._record.add(record)
         try:
             points = self._thinner.add(record)
         except Exception as error:  # noqa: BLE001 - it would fail the next time too
@@ -235,6 +241,7 @@ class Delivery(Generic[ThinnerT]):
                     num_sent=progress.num_sent + self.num_sent_in_part,
                     num_set_aside=progress.num_set_aside + len(sent.set_aside),
                     num_thinned=progress.num_thinned + self.num_thinned_since,
+                    kept=progress.kept if self._record is None else self._ledger.keep(self._record),
                 )
             )
         self._sent_in_part, self.num_thinned_since, self._begun_seconds = Outcome(), 0, None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from lightning_air.tracking.full_record import FullRecord, Kept
 from lightning_air.tracking.progress import Progress, save_progress
 from lightning_air.tracking.segments import Position
 from lightning_air.tracking.spool_folder import SET_ASIDE_NAME, SetAside, add_set_aside
@@ -50,6 +51,11 @@ class Ledger:
         with self._lock:
             if not self._is_abandoned and self._is_saved(progress):
                 self._space.release(progress.position)
+
+    def keep(self, record: FullRecord) -> Kept | None:
+        """Write the full record, and return what the next progress is to say of it."""
+        with self._lock:
+            return None if self._is_abandoned else record.commit()
 
     def note_set_aside(self, refused: Sequence[SetAside]) -> None:
         """Add points to the list of those that were refused."""

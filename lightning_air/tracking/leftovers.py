@@ -11,12 +11,13 @@ from lightning_air.tracking.background import trouble_of
 from lightning_air.tracking.charging import MARK_TAG, Charge, mark_of
 from lightning_air.tracking.door import open_door
 from lightning_air.tracking.folder_lock import SpoolInUseError
+from lightning_air.tracking.full_record import send_record
 from lightning_air.tracking.progress import load_progress
 from lightning_air.tracking.replaying import ReplayResult, replay
 from lightning_air.tracking.spool import Spool
 from lightning_air.tracking.spool_folder import RUN_NAME, RunInfo, read_run_info
 from lightning_air.tracking.tracker import Tail, lay_down, restore_thinner, spent_elsewhere
-from lightning_air.tracking.warn_once import Warn
+from lightning_air.tracking.warn_once import Warn, WarnOnce
 
 # Of one run; a server that is away then is away for this attempt's own points too.
 _DEADLINE_SECONDS = 600.0
@@ -103,7 +104,7 @@ def send_left(
         charge = charge or _charge(folder, uri, info)
         charge(num_points)
 
-    return replay(
+    result = replay(
         folder,
         restore_thinner=restore_thinner,
         tracking_uri=uri,
@@ -111,6 +112,11 @@ def send_left(
         before_send=before_send,
         warn=warn,
     )
+    try:
+        send_record(MlflowClient(uri), info.run_id, folder)
+    except Exception as error:  # noqa: BLE001 - whatever MLflow and its stores raise
+        (warn or WarnOnce())("full record", f"The full record of metrics stays in {folder}: {error}")
+    return result
 
 
 def _charge(folder: Path, tracking_uri: str, info: RunInfo) -> Charge:

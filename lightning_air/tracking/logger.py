@@ -81,6 +81,7 @@ class AirMLflowLogger(MLFlowLogger):
         close_timeout: How long the end of training may wait for the server, in seconds; a third of it after a failure.
         spool_dir: A local folder for what is not sent yet. Default: in the system's temporary folder.
         log_console: Keep each node's output as artifacts `logs/node_<i>/…`, updated while it runs.
+        full_record: Keep every value as it was logged too: artifacts `metrics/….jsonl.gz`, uploaded as they fill.
 
     Raises:
         ValueError: If an option is wrong.
@@ -109,6 +110,7 @@ class AirMLflowLogger(MLFlowLogger):
         close_timeout: float = 60.0,
         spool_dir: str | Path | None = None,
         log_console: bool = True,
+        full_record: bool = False,
     ) -> None:
         Logger.__init__(self)  # the base's own opens the server, on every rank
         platform = detect_platform()
@@ -134,6 +136,7 @@ class AirMLflowLogger(MLFlowLogger):
             close_timeout=close_timeout,
             spool_dir=spool_dir,
             log_console=log_console,
+            full_record=full_record,
         )
         self._warn = WarnOnce(rank_zero_warn)
         self._client: MlflowClient | None = None

@@ -51,6 +51,7 @@ class LoggerOptions:
     close_timeout: float
     spool_dir: Path
     log_console: bool
+    full_record: bool
 
     @classmethod
     def checked(
@@ -90,6 +91,7 @@ class LoggerOptions:
         _one_of("log_model", others["log_model"], (True, False, "all"))
         _one_of("adopt_active", others["adopt_active"], (True, False))
         _one_of("log_console", others["log_console"], (True, False))
+        _one_of("full_record", others["full_record"], (True, False))
         for name in ("flush_seconds", "close_timeout"):
             value = others[name]
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):

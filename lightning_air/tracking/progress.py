@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_air.tracking.full_record import Kept
 from lightning_air.tracking.segments import BEGINNING, Position
 from lightning_air.tracking.spool_folder import PROGRESS_NAME, write_whole
 
@@ -29,6 +30,7 @@ class Progress:
         num_sent: Points that the server has acknowledged.
         num_set_aside: Points that it refuses.
         num_thinned: Values less the points made of them; negative where a value makes several.
+        kept: How much of the full record belongs to this moment; None where there is none.
     """
 
     position: Position = BEGINNING
@@ -36,6 +38,7 @@ class Progress:
     num_sent: int = 0
     num_set_aside: int = 0
     num_thinned: int = 0
+    kept: Kept | None = None
 
 
 def save_progress(folder: Path, progress: Progress) -> None:
@@ -69,6 +72,8 @@ def _parse(text: bytes) -> Progress:
     if fields.pop("version") != _VERSION:
         raise ValueError("not written by this version")
     segment, offset = fields.pop("position")
+    kept = fields.pop("kept", None)
+    fields["kept"] = None if kept is None else Kept(str(kept[0]), int(kept[1]))
     progress = Progress(position=Position(segment, offset), **fields)
     numbers = (segment, offset, progress.num_sent, progress.num_set_aside)
     # More points than values, with several aggregates, are values thinned less than zero times.

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_air.tracking.delivery import Thinner
 from lightning_air.tracking.door import Door, open_door
 from lightning_air.tracking.folder_lock import FolderLock
+from lightning_air.tracking.full_record import FullRecord
 from lightning_air.tracking.points import Record
 from lightning_air.tracking.progress import load_progress
 from lightning_air.tracking.segments import Position, segment_numbers, segment_path
@@ -111,6 +112,8 @@ def replay(
     try:
         progress = load_progress(path)
         thinner = restore_thinner(info.thinner if progress.thinner is None else progress.thinner)
+        warn = WarnOnce() if warn is None else warn
+        record = FullRecord(path, progress.kept, warn=warn) if info.full_record else None
         source = LeftRecords(path)
         writer = Writer(
             source,
@@ -119,7 +122,8 @@ def replay(
             info.run_id,
             progress=progress,
             before_send=before_send,
-            warn=WarnOnce() if warn is None else warn,
+            record=record,
+            warn=warn,
         )
         writer.start()
         try:
@@ -127,6 +131,8 @@ def replay(
         finally:  # Ctrl-C
             writer.close(0)
             source.close()
+        if record is not None:
+            record.finish()
         if is_complete:
             remove_folder(path)
     finally:

@@ -21,6 +21,7 @@ from lightning_air.tracking.autolog import Autolog, settle_autolog
 from lightning_air.tracking.background import Background
 from lightning_air.tracking.charging import MARK_TAG, mark_of
 from lightning_air.tracking.folder_lock import SpoolInUseError
+from lightning_air.tracking.full_record import send_record
 from lightning_air.tracking.leftovers import send_leftovers
 from lightning_air.tracking.logger_options import LoggerOptions
 from lightning_air.tracking.opening import Opened, Opening, trouble_reaching, world_of
@@ -113,6 +114,8 @@ class RunSession:
                 mark=max(mark_of(run.tags.get(MARK_TAG)), 0 if mine is None else int(mine.get("metric_steps", 0))),
                 tail=None if mine is None else Tail.of(mine),
                 flush_seconds=options.flush_seconds,
+                full_record=options.full_record,
+                on_part=self._send_record,
                 on_events=self.records.note_events,
                 warn=warn,
             )
@@ -288,6 +291,14 @@ class RunSession:
         registration = ModelRegistration(name, trainer.lightning_module, rated, warn=self._warn)
         self.background.submit(
             f"the registered model {name}", lambda: registration.send(self._client, self.run_id), replaces="model"
+        )
+
+    def _send_record(self) -> None:
+        folder = self._options.spool_dir / self.run_id
+        self.background.submit(
+            f"the full record of metrics ({folder})",
+            lambda: send_record(self._client, self.run_id, folder),
+            replaces="record",
         )
 
     # ---- logging -----------------------------------------------------------------------------------------------------

@@ -24,11 +24,13 @@ class RunInfo:
         run_id: MLflow's.
         tracking_uri: Of the server that has the run.
         thinner: The thinner's snapshot before the first record.
+        full_record: Whether all records are kept.
     """
 
     run_id: str
     tracking_uri: str
     thinner: Mapping[str, Any]
+    full_record: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_air.tracking.charging import Charge
 from lightning_air.tracking.door import Door, open_door
+from lightning_air.tracking.full_record import FullRecord
 from lightning_air.tracking.metric_names import renamed_warning
 from lightning_air.tracking.progress import Progress, load_progress, save_progress
 from lightning_air.tracking.replaying import LeftRecords
@@ -67,6 +68,8 @@ class Tracker:
         mark: What the run says that it has already.
         tail: Of the checkpoint that the run is continued from; not used if the folder holds more.
         flush_seconds: A point waits no longer for others to share its request.
+        full_record: Keep all records.
+        on_part: Called when a part of the full record is complete, on the writer's thread or in `close`.
         on_events: Told of values that are not finite, on the writer's thread.
         warn: Told of trouble.
 
@@ -85,6 +88,8 @@ class Tracker:
         mark: int,
         tail: Tail | None = None,
         flush_seconds: float,
+        full_record: bool = False,
+        on_part: Callable[[], object] = lambda: None,
         on_events: Callable[[list[Event]], object] = lambda _: None,
         warn: Warn,
         door: Callable[[str], Door] = open_door,
@@ -95,8 +100,13 @@ class Tracker:
         self._warn = warn
         self._on_events = on_events
         self._spool = Spool(folder, warn=warn)
+        self._keeps_all = full_record
+        self._record: FullRecord | None = None
         try:
             thinner, spent = self._begin(tracking_uri, new_thinner, mark, tail)
+            progress = load_progress(folder)
+            if full_record or progress.kept is not None:
+                self._record = FullRecord(folder, progress.kept, warn=warn, on_part=on_part)
         except BaseException:
             self._spool.close()
             raise
@@ -111,9 +121,10 @@ class Tracker:
             thinner,
             opened,
             run_id,
-            progress=load_progress(folder),
+            progress=progress,
             before_send=self._charge,
             observe=self._observe,
+            record=self._record,
             warn=warn,
             flush_seconds=flush_seconds,
         )
@@ -130,7 +141,13 @@ class Tracker:
         except ValueError:  # nothing is left
             if tail is None:
                 write_run_info(
-                    self.folder, RunInfo(run_id=self.run_id, tracking_uri=tracking_uri, thinner=new.snapshot())
+                    self.folder,
+                    RunInfo(
+                        run_id=self.run_id,
+                        tracking_uri=tracking_uri,
+                        thinner=new.snapshot(),
+                        full_record=self._keeps_all,
+                    ),
                 )
                 return RunThinner.from_snapshot(new.snapshot()), new.used
             lay_down(self._spool, tail, run_id=self.run_id, tracking_uri=tracking_uri)
@@ -168,6 +185,8 @@ class Tracker:
                 self._warn("remove", f"{self.folder} cannot be deleted: {error}. All that it held has arrived.")
         self._is_closed = True
         self._spool.close()
+        if self._record is not None:
+            self._record.finish()
         return is_complete
 
     # ---- what is known -----------------------------------------------------------------------------------------------

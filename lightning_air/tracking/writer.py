@@ -15,6 +15,7 @@ from typing import Generic, Protocol
 
 from lightning_air.tracking.delivery import Delivery, Options, Source, ThinnerT
 from lightning_air.tracking.door import Door
+from lightning_air.tracking.full_record import FullRecord
 from lightning_air.tracking.ledger import Ledger, Space
 from lightning_air.tracking.patience import Patience
 from lightning_air.tracking.progress import Progress
@@ -78,6 +79,7 @@ class Writer(Generic[ThinnerT]):
         before_send: Told how many points of this spool will have been sent, before they are. What it raises is an
             outage: nothing is sent before it has returned. On the writer's thread.
         observe: Given the thinner after it has got records, on the writer's thread.
+        record: Given every record; None for no full record.
         warn: Told of trouble.
         flush_seconds: A point waits no longer for others to share its request.
         clock: The time in seconds.
@@ -96,6 +98,7 @@ class Writer(Generic[ThinnerT]):
         progress: Progress | None = None,
         before_send: Callable[[int], object] = lambda _: None,
         observe: Callable[[ThinnerT], object] = lambda _: None,
+        record: FullRecord | None = None,
         warn: Warn | None = None,
         flush_seconds: float = FLUSH_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -114,6 +117,7 @@ class Writer(Generic[ThinnerT]):
             self._ledger,
             progress or Progress(),
             options=Options(before_send=before_send, observe=observe, flush_seconds=flush_seconds),
+            record=record,
             warn=self._warn,
             clock=clock,
         )

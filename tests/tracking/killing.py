@@ -42,6 +42,7 @@ def open_tracker(
     flush_seconds: float = 0.1,
     warn: Warn = lambda *_: None,
     on_events: Callable[[list[Event]], object] = lambda _: None,
+    full_record: bool = False,
     **options: Any,
 ) -> Tracker:
     """Return a tracker; each record's values are points of their own, unless the options say otherwise."""
@@ -54,6 +55,7 @@ def open_tracker(
         mark=mark,
         tail=tail,
         flush_seconds=flush_seconds,
+        full_record=full_record,
         on_events=on_events,
         warn=warn,
     )

@@ -516,6 +516,7 @@ def test_autolog_that_is_off_since(played: Played) -> None:
 
 def test_costs_nothing_where_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mlflow.pytorch", raising=False)  # other tests use it
+
     class Nobody:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"The server was asked: {name}")
