@@ -159,14 +159,18 @@ class Background:
             if self._thread is not None and self._is_working():
                 self._thread.join(_bounded(max(0.0, deadline_seconds)))
             self._work_here(until_seconds)
-            with self._state:
-                left = [job.name for job in self._jobs.values()]
-            if left:
+            if left := self.left:
                 self._warn(
                     f"{self.name} left",
                     f"Not known to have reached MLflow within {deadline_seconds:g} s: {examples(left)}.",
                 )
         return not self._jobs
+
+    @property
+    def left(self) -> list[str]:
+        """The names of the calls that are not made yet."""
+        with self._state:
+            return [job.name for job in self._jobs.values()]
 
     def _is_through(self, last: int) -> bool:
         return min(tuple(self._jobs), default=last) >= last

@@ -38,6 +38,7 @@ _PARAMS_SECONDS = 10.0
 _AIR_COMMAND_INTERVAL_SECONDS = 2.0
 _AIR_PROCESS_INTERVAL_SECONDS = 10.0
 _GIVING_WAY_SECONDS = 1.0
+_END = "the run's end"
 
 
 class RunSession:
@@ -331,6 +332,12 @@ class RunSession:
             tail = None if self._is_complete else self.tracker.tail()
         except (OSError, ValueError) as error:
             self._warn("tail", f"Metrics that are not sent yet cannot go into the checkpoint: {error}")
+        if tail is not None and tail.is_cut:
+            self._warn(
+                "tail is cut",
+                f"The checkpoint of step {step} has the first {len(tail.records):,} metrics that the server has not "
+                f"taken, and not those after them: these are only in {self.tracker.folder}, on this machine.",
+            )
         return {
             "run_id": self.run_id,
             "experiment_id": self.experiment_id,
@@ -350,18 +357,20 @@ class RunSession:
             self._register()
         self._trainer = None
         if self.choice.ends == "when_done":
-            self.background.submit("the run's end", lambda: self._client.set_terminated(self.run_id, status))
+            self.background.submit(_END, lambda: self._client.set_terminated(self.run_id, status))
         # A dead server has had the whole deadline already; what is left gets a moment all the same.
         self.background.close(max(1.0, deadline - time.monotonic()))
         self._leftovers.close(max(0.0, deadline - time.monotonic()))
+        left = self.background.left
         self._say(
             end_text(
                 self._place,
-                status=status,
+                status=f"{status}, which the server does not know yet" if _END in left else status,
                 stats=self.tracker.stats,
                 budget=self.tracker.plan(),
                 seconds_blocked=self.tracker.seconds_blocked,
                 best=self.records.best_checkpoint,
+                uploads_left=[name for name in left if name != _END],
             )
         )
         if not self._is_complete:

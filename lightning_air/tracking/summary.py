@@ -103,7 +103,7 @@ def end_text(
 
     Args:
         place: Of the run.
-        status: MLflow's: FINISHED, FAILED or KILLED.
+        status: MLflow's: FINISHED, FAILED or KILLED, with what is to be said of it.
         stats: The writer's, after it was closed.
         budget: What is used of it, from `Budget.describe` or `Thinner.plan`.
         seconds_blocked: How long training has waited for the logger.

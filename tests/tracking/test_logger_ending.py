@@ -11,10 +11,12 @@ from typing import Any
 import mlflow
 import pytest
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_air import AirCheckpoint, AsyncUCCheckpointIO
 from lightning_air.tracking import opening
+from lightning_air.tracking import tracker as tracker_module
 from tests.kit.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.kit.mlflow_server import MlflowServer, mlflow_server
 from tests.kit.ranks import run_ranks, values
@@ -512,6 +514,26 @@ def test_a_server_that_has_gone_between_two_stages(
     keys = {point.key for point in server.points_of(logger.run_id)}
     assert {"loss", "test_loss", "after"} <= keys
     assert Store(proxy.url).status(logger.run_id) == "FINISHED"
+
+
+def test_an_end_that_the_server_was_not_told_is_not_shown_as_one(
+    proxy: FaultyProxy, server: MlflowServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(tracker_module, "_MAX_TAIL_RECORDS", 3)
+    logger = make_logger(Store(proxy.url), "away", close_timeout=0.5)
+    checkpoint = ModelCheckpoint("ckpt", every_n_train_steps=6)
+    with warned() as found, caplog.at_level("INFO"):
+        fit(logger, At(1, lambda _: proxy.refuse()), checkpoint, enable_checkpointing=True)
+    folder = Path("spool", str(logger.run_id))
+    assert "FINISHED, which the server does not know yet" in caplog.text
+    [text] = [each for each in found.messages if "these are only in" in each]
+    assert text == (
+        "The checkpoint of step 6 has the first 3 metrics that the server has not taken, and not those after them: "
+        f"these are only in {folder}, on this machine."
+    )
+    assert Store(server.url).status(logger.run_id) == "RUNNING"
+    proxy.accept()
 
 
 def test_a_spool_that_cannot_be_made_is_an_error_and_leaves_no_run_behind(store: Store) -> None:
