@@ -6,6 +6,7 @@ contract tests fail when a Lightning release moves one. The package speaks `ligh
 """
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -69,6 +70,7 @@ __all__ = [
     "TrainerFn",
     "WeightAveraging",
     "all_parts",
+    "batches_that_stepped",
     "is_overridden",
     "loaded_checkpoint",
     "optimizers_to_device",
@@ -132,6 +134,21 @@ def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """
     loaded: dict[str, Any] = trainer._checkpoint_connector._loaded_checkpoint  # noqa: SLF001
     return loaded
+
+
+def batches_that_stepped(checkpoint: Mapping[str, Any]) -> int:
+    """Return how many batches a run has stepped in, which is what Lightning logs at, as its checkpoint says.
+
+    With several optimizers these are fewer than `global_step`, which counts each of them.
+
+    Private: a checkpoint's own state of the loops, which has no public reader.
+    """
+    global_step = int(checkpoint.get("global_step", 0))
+    try:
+        stepped = int(checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])
+    except (KeyError, TypeError):  # of another tool
+        return global_step
+    return global_step if global_step <= stepped + 1 else stepped  # the last batch is counted after a save in it
 
 
 def all_parts(trainer: Trainer) -> list[Any]:

@@ -67,7 +67,7 @@ class RunCompanion(Callback):
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Open the run where the strategy loads only after the logger has met the Trainer. Every rank calls this."""
-        if self._is_at_work(trainer):
+        if self._is_at_work(trainer) and not self.logger.has_met:
             self.logger.open_together(trainer, checkpoint)
 
     @override

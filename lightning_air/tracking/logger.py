@@ -1,6 +1,7 @@
 """`AirMLflowLogger`: Lightning's MLflow logger, for runs of any length and servers of any mood."""
 
 import atexit
+import os
 import sys
 import time
 from argparse import Namespace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -25,13 +27,13 @@ from lightning_air._lightning import (
     rank_zero_only,
     rank_zero_warn,
 )
-from lightning_air.runtime import detect_platform
+from lightning_air.runtime import detect_job_run, detect_platform
 from lightning_air.tracking.autolog import Autolog, end_autolog_run, find_autolog, stray_run_warning
-from lightning_air.tracking.background import Background
 from lightning_air.tracking.companion import RunCompanion, state_of
 from lightning_air.tracking.flat_params import flatten_params
 from lightning_air.tracking.logger_options import LoggerOptions
 from lightning_air.tracking.node_output import NodeOutput
+from lightning_air.tracking.opening import Opened, Opening
 from lightning_air.tracking.run_session import RunSession
 from lightning_air.tracking.thinning import DEFAULT_EXEMPT
 from lightning_air.tracking.warn_once import WarnOnce
@@ -140,8 +142,9 @@ class AirMLflowLogger(MLFlowLogger):
         )
         self._warn = WarnOnce(rank_zero_warn)
         self._client: MlflowClient | None = None
+        self._opened: Opened | None = None  # the run; there may be no session of it yet
         self._session: RunSession | None = None
-        self._earlier: RunSession | None = None  # the one before, or of an earlier stage of training
+        self._earlier: RunSession | None = None  # of an earlier stage of training
         self._params: list[dict[str, Any] | Namespace] = []  # until the run is open
         self.has_met = False
         self._run_id = run_id or platform.mlflow_run_id
@@ -151,6 +154,12 @@ class AirMLflowLogger(MLFlowLogger):
         self._ended: Status = "FINISHED"
         self._output: NodeOutput | None = None
         self._is_registered = False
+        self._old_crash: object = None  # what has ended an earlier cell of a notebook
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs to log into the same run."""
+        kept = dict.fromkeys(("_client", "_session", "_earlier", "_output"))
+        return {**self.__dict__, **kept, "has_met": False, "_is_registered": False, "_old_crash": None}
 
     # ---- what Lightning asks for -----------------------------------------------------------------------------------
 
@@ -172,8 +181,8 @@ class AirMLflowLogger(MLFlowLogger):
     @override
     def run_id(self) -> str | None:
         """The run's id, the same on every rank once training has begun; asking for it on rank 0 opens the run."""
-        if self._session is None and self._earlier is None and self._is_first:
-            self._open()
+        if self._opened is None and self._is_first:
+            self._reserve()
         return self._run_id
 
     @property
@@ -181,7 +190,7 @@ class AirMLflowLogger(MLFlowLogger):
     def experiment_id(self) -> str | None:
         """The experiment's id, as `run_id`."""
         if self._experiment_id is None and self._is_first:
-            self._open()
+            self._reserve()
         return self._experiment_id
 
     @property
@@ -228,7 +237,7 @@ class AirMLflowLogger(MLFlowLogger):
         if not self._is_first:
             return
         self._params.append(params)
-        if self._earlier is not None:
+        if self._opened is not None and self._earlier is not None:
             self._open()
         self._end_with_process()
         self._send_params()
@@ -240,10 +249,10 @@ class AirMLflowLogger(MLFlowLogger):
 
     @override
     def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
-        """Meet the Trainer. Collective: Lightning calls this on every rank, once it has set up."""
+        """Meet the Trainer, once. Collective: Lightning calls this on every rank, when it has set up."""
         del input_array
         trainer = getattr(model, "_trainer", None) if isinstance(model, LightningModule) else None
-        if not isinstance(trainer, Trainer):
+        if not isinstance(trainer, Trainer) or self.has_met:
             return
         RunCompanion.join(trainer, self)
         checkpoint = loaded_checkpoint(trainer)
@@ -268,15 +277,18 @@ class AirMLflowLogger(MLFlowLogger):
         """
         self.has_met = False
         self._ended = self._status or _status(status)
+        self._old_crash = getattr(sys, "last_value", None)
         until_seconds = time.monotonic() + self._close_seconds
         session, self._session = self._session, None
-        if session is not None:
-            session.close(self._ended, deadline_seconds=self._close_seconds)
+        if session is not None and session.pid == os.getpid():
             self._earlier = session
+            session.close(self._ended, deadline_seconds=self._close_seconds)
         if self._output is not None:
             self._output.close(max(1.0, until_seconds - time.monotonic()))
         if session is not None and self._ended == "KILLED":
             end_autolog_run(session.run_id, "KILLED")
+        if session is not None and session.is_told:
+            self._forget_process()
 
     @property
     def _close_seconds(self) -> float:
@@ -291,25 +303,50 @@ class AirMLflowLogger(MLFlowLogger):
         launch = self._options.launch
         return getattr(rank_zero_only, "rank", 0) == 0 and launch.node_rank == 0 and launch.global_rank in {None, 0}
 
-    def _open(self, state: Mapping[str, Any] | None = None, autolog: Autolog | None = None) -> RunSession:
+    def _reserve(
+        self, state: Mapping[str, Any] | None = None, autolog: Autolog | None = None, *, reconsiders: bool = False
+    ) -> Opened:
+        """Choose the run and make it, so that its id is known. Rank 0's.
+
+        Args:
+            state: As for `Opening.first`.
+            autolog: As for `Opening.first`.
+            reconsiders: These are known now: a run that nothing was logged into may give way to another.
+        """
+        opening = Opening(self._options, self.experiment, self._options.launch, detect_job_run(), warn=self._warn)
+        known = self._opened
+        if known is None:
+            opened = opening.first(state, autolog)
+        elif reconsiders and self._earlier is None:
+            opened = opening.reconsidered(known, state, autolog)
+        else:
+            opened = opening.again(known)
+        if known is None or known.run.run_id != opened.run.run_id:
+            rank_zero_info(opened.choice.sentence)
+        self._opened = opened
+        self._run_id, self._experiment_id = opened.run.run_id, opened.run.experiment_id
+        self._end_with_process()
+        return opened
+
+    def _open(
+        self, state: Mapping[str, Any] | None = None, autolog: Autolog | None = None, *, by_trainer: bool = False
+    ) -> RunSession:
         """Return the open run. Rank 0's."""
-        if self._session is not None and state is not None and self._session.is_untouched:
-            session, self._session = self._session, None
-            self._earlier = session.give_way(state)
+        if self._session is not None and self._session.pid != os.getpid():  # that is the parent's, and closed here
+            self._session = None
         if self._session is None:
+            earlier = self._earlier
             self._session = RunSession(
                 self._options,
                 self.experiment,
-                earlier=self._earlier,
+                self._reserve(state, autolog, reconsiders=by_trainer),
+                earlier=earlier,
                 state=state,
-                autolog=autolog,
                 warn=self._warn,
                 say=rank_zero_info,
             )
-            self._run_id, self._experiment_id = self._session.run_id, self._session.experiment_id
-            self._status = None
+            self._status = None if earlier is None or by_trainer else self._ended
             self._send_params()
-            self._end_with_process()
         return self._session
 
     def open_together(self, trainer: Trainer, checkpoint: Mapping[str, Any] | None) -> None:
@@ -339,22 +376,31 @@ class AirMLflowLogger(MLFlowLogger):
         self.has_met = checkpoint is not None
         if not trainer.is_global_zero and (text := stray_run_warning(trainer, self._run_id)) is not None:
             self._warn(text, text)
-        if self._options.log_console and trainer.local_rank == 0 and self._output is None:
-            self._output = NodeOutput(
-                lambda: MlflowClient(self._options.tracking_uri),
-                self._run_id,
-                f"logs/node_{trainer.node_rank}/{attempt}",
-                warn=self._warn,
-            )
-        if self._output is not None:
+        if self._options.log_console and trainer.local_rank == 0:
+            self._keep_output(f"logs/node_{trainer.node_rank}/{attempt}")
+
+    def _keep_output(self, folder: str) -> None:
+        try:
+            if self._output is None:
+                self._output = NodeOutput(
+                    lambda: MlflowClient(self._options.tracking_uri), str(self._run_id), folder, warn=self._warn
+                )
             self._output.start()
+        except OSError as error:  # no disk; the other ranks train on
+            self._warn("output", f"The output of this node is not kept with the run: {error}")
 
     def _open_for(self, trainer: Trainer, checkpoint: Mapping[str, Any] | None) -> RunSession:
         if checkpoint is None:
-            return self._open()
-        autolog = find_autolog(trainer, self.experiment)
+            return self._open(by_trainer=True)
         state = state_of(checkpoint, trainer, self)
-        session = self._open(state, autolog)
+        autolog = None
+        try:
+            autolog = find_autolog(trainer, self.experiment)
+        except MlflowException as error:
+            if self._opened is None:
+                raise
+            self._warn("find autolog", f"What mlflow.pytorch.autolog() does cannot be seen: {error}")
+        session = self._open(state, autolog, by_trainer=True)
         session.meet(trainer, checkpoint, state, autolog)
         return session
 
@@ -379,26 +425,37 @@ class AirMLflowLogger(MLFlowLogger):
             self._is_registered = True
             atexit.register(self._end_at_exit)
 
+    def _forget_process(self) -> None:
+        """Nothing is left to be done when the process ends."""
+        if self._is_registered and not self._params:
+            self._is_registered = False
+            atexit.unregister(self._end_at_exit)
+
     def _end_at_exit(self) -> None:
         crash = getattr(sys, "last_value", None)  # what ended the script, after training or before
+        if crash is self._old_crash:
+            crash = None
         if self._params:  # nobody has trained
             self._open()
-        if self._session is not None:  # nobody has finalized
-            self._status = None if crash is None else _status_of(crash)
+        if self._session is not None and self._session.pid == os.getpid():  # nobody has finalized
+            self._status = self._status if crash is None else _status_of(crash)
             self.finalize()
-        if self._earlier is not None and self._earlier.choice.ends == "at_exit":
-            status = self._ended if crash is None else _status_of(crash)
-            run_id, client = self._run_id, self.experiment
-            ending = Background("lightning-air-exit", warn=self._warn)
-            ending.submit("the run's end", lambda: client.set_terminated(run_id, status))
-            ending.close(self._close_seconds)
+        session, opened = self._earlier, self._opened
+        if opened is None or (session is not None and session.is_told) or opened.choice.ends == "never":
+            return
+        status = self._ended if crash is None else _status_of(crash)
+        client = self.experiment
+        if session is not None:
+            session.end(status, deadline_seconds=self._close_seconds)
+        elif opened.run.is_new:  # its id was asked for, and nothing more
+            client.set_terminated(opened.run.run_id, status)
 
 
 def _status(lightnings: str) -> Status:
+    if lightnings in {"success", "finished"}:
+        return "FINISHED"
     exception = sys.exception()
-    if exception is not None:
-        return _status_of(exception)
-    return "FINISHED" if lightnings in {"success", "finished"} else "FAILED"
+    return "FAILED" if exception is None else _status_of(exception)
 
 
 def _status_of(exception: BaseException) -> Status:

@@ -104,6 +104,44 @@ class Opening:
         name = named.name if named is not None and named.experiment_id == run.experiment_id else None
         return Opened(run=run, choice=choice, ordinal=ordinal, experiment_name=name)
 
+    def reconsidered(self, reserved: Opened, state: Mapping[str, Any] | None, autolog: Autolog | None) -> Opened:
+        """Return the run to log into, now that the checkpoint and the Trainer are known; nothing is logged yet.
+
+        Somebody has asked for the run's id before, as ModelCheckpoint does for its folder.
+
+        Args:
+            reserved: What was opened then.
+            state: As for `first`.
+            autolog: As for `first`.
+
+        Raises:
+            MlflowException, ValueError, RuntimeError: As `first`.
+        """
+        choice = self._choose(state, autolog)
+        if choice.run_id in {None, reserved.run.run_id}:
+            for text in choice.warnings:
+                self._warn(text, text)
+            return self.again(reserved)
+        self._give_back(reserved)
+        return self.first(state, autolog)
+
+    def _give_back(self, reserved: Opened) -> None:
+        """Delete a run that we made, unless somebody has put something into it: then it ends here."""
+        run = reserved.run
+        if not run.is_new:
+            return
+        data = self._client.get_run(run.run_id).data
+        is_empty = not (data.metrics or data.params or data.tags.keys() - run.tags.keys())
+        if is_empty and not self._client.list_artifacts(run.run_id):
+            self._client.delete_run(run.run_id)
+            return
+        self._client.set_terminated(run.run_id)
+        self._warn(
+            "given back",
+            f"The run {run.run_id} was made when its id was asked for, and another is logged into now. What was put "
+            "into it stays there.",
+        )
+
     def again(self, earlier: Opened) -> Opened:
         """Open the run of an earlier stage again; if the server cannot be asked, with what was known of it then."""
         trouble = trouble_reaching(self._options.tracking_uri)

@@ -4,15 +4,17 @@ Opening speaks with the server and waits for it, before training begins; so a wr
 From then on nothing waits: metrics go through the tracker, all else through one background thread.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from torch import Tensor
 
-from lightning_air._lightning import ModelCheckpoint, Trainer, TrainerFn
+from lightning_air._lightning import ModelCheckpoint, Trainer, TrainerFn, batches_that_stepped
 from lightning_air.runtime import Launch, detect_job_run
 from lightning_air.tracking import attempts
 from lightning_air.tracking.artifacts import attempt_folder
@@ -24,8 +26,7 @@ from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.full_record import send_record
 from lightning_air.tracking.leftovers import send_leftovers
 from lightning_air.tracking.logger_options import LoggerOptions
-from lightning_air.tracking.opening import Opened, Opening, trouble_reaching, world_of
-from lightning_air.tracking.run_identity import look_up_run
+from lightning_air.tracking.opening import Opened, trouble_reaching, world_of
 from lightning_air.tracking.run_records import RunRecords
 from lightning_air.tracking.run_tags import run_tags
 from lightning_air.tracking.run_thinner import RunThinner
@@ -37,8 +38,6 @@ from lightning_air.tracking.warn_once import Warn
 _PARAMS_SECONDS = 10.0
 _AIR_COMMAND_INTERVAL_SECONDS = 2.0
 _AIR_PROCESS_INTERVAL_SECONDS = 10.0
-_GIVING_WAY_SECONDS = 1.0
-_END = "the run's end"
 
 
 class RunSession:
@@ -47,15 +46,14 @@ class RunSession:
     Args:
         options: The logger's.
         client: To the server.
+        opened: The run.
         earlier: Of the same run, and closed; None at first.
         state: What the checkpoint that is resumed from says.
-        autolog: What autologging does in this fit, if it is on.
         warn: Told of trouble.
         say: Told what the user is to know.
 
     Raises:
-        MlflowException: The server cannot be asked, or refuses.
-        ValueError, RuntimeError: What was asked for cannot be; says what to do.
+        RuntimeError: Another logger logs into the run.
         OSError: The spool cannot be made.
     """
 
@@ -63,27 +61,27 @@ class RunSession:
         self,
         options: LoggerOptions,
         client: MlflowClient,
+        opened: Opened,
         *,
         earlier: "RunSession | None",
         state: Mapping[str, Any] | None,
-        autolog: Autolog | None,
         warn: Warn,
         say: Callable[[str], object],
     ) -> None:
         self.tracking_uri = options.tracking_uri
+        self.pid = os.getpid()
+        self.seconds_blocked = 0.0
         self._options = options
         self._client = client
         self._warn = warn
         self._say = say
         self._launch, self._job = options.launch, detect_job_run()
-        self.has_met = self.has_given_way = self._is_over = self._is_complete = False
+        self.has_met = self._is_over = self._is_complete = False
+        self.is_told = False
         self._resumed: str | None = None
         self._trainer: Trainer | None = None  # that trains; not one that only evaluates
-        opening = Opening(options, client, self._launch, self._job, warn=warn)
-        self.opened: Opened = opening.first(state, autolog) if earlier is None else opening.again(earlier.opened)
-        stage = None if earlier is None or earlier.has_given_way else earlier
-        self._is_first = stage is None
-        opened, run = self.opened, self.opened.run
+        self._is_first = earlier is None
+        self.opened, run = opened, opened.run
         self.choice, self.ordinal, self.attempt = opened.choice, opened.ordinal, attempt_folder(opened.ordinal)
         self.run_id, self.experiment_id = run.run_id, run.experiment_id
         self._place = RunPlace(
@@ -98,10 +96,9 @@ class RunSession:
         self._rolled_back = run.tags.get(attempts.ROLLED_BACK_TAG)
         self.background = Background("lightning-air-mlflow", warn=warn)
         self._leftovers = Background("lightning-air-leftovers", warn=warn)  # of its own: they may take long
-        is_mine = state is not None and state.get("run_id") == run.run_id
-        mine = state if is_mine else None
-        self.records: RunRecords = self._new_records(state) if stage is None else stage.records
-        thinner = None if stage is None else stage.tracker.snapshot()
+        mine = state if state is not None and state.get("run_id") == run.run_id else None
+        self.records: RunRecords = self._new_records(state) if earlier is None else earlier.records
+        thinner = None if earlier is None else earlier.tracker.snapshot()
         try:
             self.tracker: Tracker = Tracker(
                 run.run_id,
@@ -121,7 +118,7 @@ class RunSession:
                 warn=warn,
             )
         except Exception as error:
-            if run.is_new:  # nobody would end it
+            if run.is_new and earlier is None:  # nobody would end it
                 client.set_terminated(run.run_id, "FAILED")
             if isinstance(error, SpoolInUseError):
                 raise RuntimeError(  # noqa: TRY004 - it is no wrong type
@@ -129,14 +126,9 @@ class RunSession:
                     f"a run of its own (run_id), or wait until the other has ended. {error}"
                 ) from error
             raise
-        if stage is not None:
+        if earlier is not None:
             self.records.reopen(run, self.background)
             self.background.submit("the run's status", self._say_running)
-        if earlier is None:
-            say(self.choice.sentence)
-        # A run that may still be continued instead of this one must not be in use.
-        if self._is_first and (state is not None or options.resume_run == "new"):
-            self._send_leftovers(None if is_mine else state)
 
     def _say_running(self) -> None:
         if not self._is_over:  # as when it could not be said for the whole stage
@@ -181,37 +173,6 @@ class RunSession:
             self._warn("system metrics", text)
         return estimate
 
-    # ---- a checkpoint that becomes known late ------------------------------------------------------------------------
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether somebody has only asked for the run's id so far, as ModelCheckpoint does before one is loaded."""
-        return self._is_first and not self.has_met and self.tracker.seconds_blocked == 0.0
-
-    def give_way(self, state: Mapping[str, Any]) -> "RunSession | None":
-        """Close what is untouched, since a checkpoint is resumed from; return what to go on from.
-
-        Args:
-            state: What the checkpoint says.
-
-        Returns:
-            None if its run is to be continued, and not the new one that this is.
-        """
-        self.has_given_way = True
-        self.tracker.close(_GIVING_WAY_SECONDS)
-        self.background.close(_GIVING_WAY_SECONDS)
-        self._leftovers.close(_GIVING_WAY_SECONDS)
-        run_id = state.get("run_id")
-        is_new = self.choice.kind in {"new", "child"} and run_id not in {None, self.run_id}
-        if self._options.resume_run == "new" or not is_new:
-            return self
-        facts = look_up_run(self._client, str(run_id))
-        if facts is None or facts.is_deleted:
-            self._warn("gone", f"The checkpoint names the run {run_id}, which does not exist any more: it is not used.")
-            return self
-        self._client.delete_run(self.run_id)
-        return None
-
     # ---- the Trainer -------------------------------------------------------------------------------------------------
 
     def meet(
@@ -222,9 +183,10 @@ class RunSession:
         autolog: Autolog | None,
     ) -> None:
         """Note what only the Trainer knows: the world, what it resumes from, and who else logs."""
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
         tags = run_tags(self._options.tags, world_of(self._launch, trainer))
         tags = {key: value for key, value in tags.items() if not key.startswith("mlflow.")}
-        if checkpoint and trainer.state.fn == TrainerFn.FITTING:
+        if checkpoint and is_fitting:
             path = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
             point = ResumePoint(
                 run_id=None if state is None else state.get("run_id"),
@@ -233,9 +195,11 @@ class RunSession:
             )
             tags |= attempts.attempt_tags(self._job, self.ordinal, point)
             self._resumed = attempts.resumed_sentence(point, run_id=self.run_id, ordinal=self.ordinal)
-            tags |= self._roll_back(point.step)
+            tags |= self._roll_back(batches_that_stepped(checkpoint))
             if path is not None:
                 self.records.note_resumed(path)
+        elif is_fitting and self._is_first and not self.has_met and not self.opened.run.is_new:
+            tags |= self._roll_back(trainer.global_step)  # from the beginning, in a run that has been further
         self.records.set_tags(tags)
         self.records.log_config(trainer)
         if autolog is not None:
@@ -243,16 +207,31 @@ class RunSession:
             note = settle_autolog(trainer, autolog, self._client, self.run_id)
             self._warn(note.text, note.text) if note.is_warning else self._say(note.text)
         if self._is_first and not self.has_met:
-            if state is None and self._options.resume_run == "continue":
-                self._send_leftovers(None)
+            self._send_leftovers(self._other(state))
             self._say(start_text(self._place, resumed=self._resumed, plan=self.tracker.plan()))
         self.has_met = True
+
+    def _other(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return what a checkpoint of another run says; nothing if it is of this one, whose tail the tracker has."""
+        if state is None or state.get("run_id") == self.run_id:
+            return None
+        if self._options.resume_run == "continue" and self.choice.kind in {"new", "child"}:
+            self._warn(
+                "not continued",
+                f"The checkpoint's run {state.get('run_id')} is not continued: before training, something was logged "
+                f"into the new run {self.run_id}.",
+            )
+        return state
 
     def _roll_back(self, step: int) -> dict[str, str]:
         """If the run had gone on beyond where it resumes, show that, and put its latest values right at the end."""
         if trouble_reaching(self.tracking_uri) is not None:  # in a later stage of training
             return {}
-        latest = attempts.latest_steps(self._client.get_run(self.run_id))
+        try:
+            latest = attempts.latest_steps(self._client.get_run(self.run_id))
+        except MlflowException as error:
+            self._warn("roll-back", f"Whether the run has been further cannot be seen: {error}")
+            return {}
         reached = attempts.rolled_back(latest, step)
         if reached is None:
             return {}
@@ -306,16 +285,21 @@ class RunSession:
 
     def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep the values of a step."""
+        begun = time.perf_counter()
         self.tracker.append(step, metrics if _are_plain(metrics) else self._numbers(metrics))
+        self.seconds_blocked += time.perf_counter() - begun
 
     def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         numbers: dict[str, float] = {}
         for name, value in metrics.items():
             try:
-                numbers[str(name)] = value.item() if isinstance(value, Tensor) else float(value)
-            except (TypeError, ValueError, RuntimeError):
-                shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-                self._warn(f"no number {name}", f"The metric {name!r} is left out, since it is no number, but {shown}.")
+                if isinstance(value, str | bytes):
+                    raise TypeError("text")  # noqa: TRY301 - float() would read it
+                numbers[str(name)] = float(value.item() if isinstance(value, Tensor) else value)
+            except Exception:  # noqa: BLE001 - whatever a value's __float__ raises must not stop the training
+                self._warn(
+                    f"no number {name}", f"The metric {name!r} is left out, since it is no number, but {_shown(value)}."
+                )
         return numbers
 
     def flush(self, deadline_seconds: float) -> bool:
@@ -351,26 +335,32 @@ class RunSession:
         """Send what is left within the deadline, and end the run if it is ours to end."""
         deadline = time.monotonic() + deadline_seconds
         self._is_over = True
-        self._is_complete = self.tracker.close(deadline_seconds)
-        self.records.finish(self.tracker.folder)
-        if status == "FINISHED":
-            self._register()
-        self._trainer = None
-        if self.choice.ends == "when_done":
-            self.background.submit(_END, lambda: self._client.set_terminated(self.run_id, status))
-        # A dead server has had the whole deadline already; what is left gets a moment all the same.
-        self.background.close(max(1.0, deadline - time.monotonic()))
-        self._leftovers.close(max(0.0, deadline - time.monotonic()))
-        left = self.background.left
+        try:
+            self._is_complete = self.tracker.close(deadline_seconds)
+            self.records.finish(self.tracker.folder)
+            if status == "FINISHED":
+                try:
+                    self._register()
+                except Exception as error:  # noqa: BLE001 - whatever a user's module raises
+                    self._warn("register", f"The model is not registered: {error!r}")
+        finally:  # also after a Ctrl-C
+            self._trainer = None
+            self.tracker.close(0)
+            # A dead server has had the whole deadline already; what is left gets a moment all the same.
+            self.background.close(max(1.0, deadline - time.monotonic()))
+            self._leftovers.close(max(0.0, deadline - time.monotonic()))
+            if self.choice.ends == "when_done":
+                self.end(status, deadline_seconds=max(1.0, deadline - time.monotonic()))
+        is_known = self.is_told or self.choice.ends != "when_done"
         self._say(
             end_text(
                 self._place,
-                status=f"{status}, which the server does not know yet" if _END in left else status,
+                status=status if is_known else f"{status}, which the server does not know yet",
                 stats=self.tracker.stats,
                 budget=self.tracker.plan(),
-                seconds_blocked=self.tracker.seconds_blocked,
+                seconds_blocked=self.seconds_blocked,
                 best=self.records.best_checkpoint,
-                uploads_left=[name for name in left if name != _END],
+                uploads_left=self.background.left,
             )
         )
         if not self._is_complete:
@@ -381,6 +371,12 @@ class RunSession:
                 f"{self.tracker.folder}`.",
             )
 
+    def end(self, status: str, *, deadline_seconds: float) -> None:
+        """Tell the server how the run has ended; `is_told` says whether it knows."""
+        ending = Background("lightning-air-end", warn=self._warn)  # of its own: uploads may take long
+        ending.submit("the run's end", lambda: self._client.set_terminated(self.run_id, status))
+        self.is_told = ending.close(deadline_seconds)
+
 
 def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
     return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
@@ -388,6 +384,15 @@ def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
 
 def _are_plain(metrics: Mapping[str, Any]) -> bool:
     return all(type(value) is float or type(value) is int for value in metrics.values())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {tuple(value.shape)}"
+    try:
+        return repr(value)[:80]
+    except Exception:  # noqa: BLE001 - a user's own __repr__
+        return f"a {type(value).__qualname__}"
 
 
 def _system_interval(launch: Launch, *, is_databricks: bool) -> float | None:

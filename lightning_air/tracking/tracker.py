@@ -105,7 +105,7 @@ class Tracker:
         try:
             thinner, spent = self._begin(tracking_uri, new_thinner, mark, tail)
             progress = load_progress(folder)
-            if full_record or progress.kept is not None:
+            if full_record or read_run_info(folder).full_record or progress.kept is not None:
                 self._record = FullRecord(folder, progress.kept, warn=warn, on_part=on_part)
         except BaseException:
             self._spool.close()

@@ -183,7 +183,11 @@ class Exit(list[Callable[[], object]]):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        monkeypatch.setattr(logger_module, "atexit", SimpleNamespace(register=self.append))
+        mocked = SimpleNamespace(register=self.append, unregister=self._forget)
+        monkeypatch.setattr(logger_module, "atexit", mocked)
+
+    def _forget(self, call: Callable[[], object]) -> None:
+        self[:] = [each for each in self if each != call]
 
     def run(self, crash: BaseException | None = None) -> None:
         """End the process, maybe with an exception that nobody has caught."""

@@ -332,7 +332,8 @@ def test_a_run_that_is_passed(store: Store, exit_: Exit, monkeypatch: pytest.Mon
     assert store.status(first.run_id) == "RUNNING"  # ended by whoever passed it, or with the process
     exit_.run()
     assert store.status(first.run_id) == "FINISHED"
-    assert len(store.steps(first.run_id, "loss")) == 3
+    assert store.steps(first.run_id, "loss") == [0, 0, 1, 1]  # it began anew: its last value is said where it had been
+    assert store.tags(first.run_id)["lightning_air.rolled_back"].startswith("1->0 at ")
 
 
 def test_a_run_that_is_passed_and_is_not_there(store: Store) -> None:
