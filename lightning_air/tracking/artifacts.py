@@ -196,8 +196,13 @@ def yaml_text(content: object) -> str:
     Args:
         content: Mappings, namespaces, dataclasses, sequences, sets and values, as deep as anybody writes them.
     """
-    plain = _plain(content, ())
-    return storable_text(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_NO_BREAKS))
+    text = yaml.dump(plain(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_NO_BREAKS)
+    return storable_text(text)
+
+
+def plain(content: object) -> Any:
+    """Return nested content as it is now, of plain values only: for YAML, later. Never raises."""
+    return _plain(content, ())
 
 
 class _Dumper(yaml.SafeDumper):

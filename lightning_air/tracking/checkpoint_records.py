@@ -396,17 +396,17 @@ class CheckpointUploads:
     Args:
         log_model: False: none. True: at the end those that are there; during training if all are kept
             (`save_top_k=-1`). "all": during training, each.
-        pin_folder: For the second names: on the checkpoints' file system, and nobody else's, since what a killed
-            process has left there is deleted. None: checkpoints are uploaded if they are still there.
+        pin_name: Of the folder beside the checkpoints for the second names. Nobody else's, since what a killed process
+            has left there is deleted. None: checkpoints are uploaded if they are still there.
         warn: Told of those that cannot be uploaded.
     """
 
     def __init__(
-        self, log_model: bool | Literal["all"], *, pin_folder: Path | None = None, warn: Warn | None = None
+        self, log_model: bool | Literal["all"], *, pin_name: str | None = None, warn: Warn | None = None
     ) -> None:
         self._log_model = log_model
-        self._pin_folder = pin_folder
-        self._is_swept = False
+        self._pin_name = pin_name
+        self._swept: set[Path] = set()
         self._warn = warn or WarnOnce()
         self._seen: dict[str, tuple[Any, Sighting]] = {}
         self._modified: dict[str, float] = {}
@@ -462,15 +462,16 @@ class CheckpointUploads:
 
     def _pin(self, path: Path) -> Path | None:
         """Return a folder with the files under second names; None where that cannot be."""
-        if self._pin_folder is None:
+        if self._pin_name is None:
             return None
-        if not self._is_swept:
-            shutil.rmtree(self._pin_folder, ignore_errors=True)
-            self._is_swept = True
+        pins = path.parent / self._pin_name
+        if pins not in self._swept:
+            shutil.rmtree(pins, ignore_errors=True)
+            self._swept.add(pins)
         folder = None
         try:
-            self._pin_folder.mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(dir=self._pin_folder))
+            pins.mkdir(exist_ok=True)
+            folder = Path(tempfile.mkdtemp(dir=pins))
             for file in files_of(path):
                 link = folder / file.relative_to(path.parent)
                 link.parent.mkdir(parents=True, exist_ok=True)
@@ -485,6 +486,8 @@ class CheckpointUploads:
 def _unpin(folder: Path, pid: int) -> None:
     if os.getpid() == pid:  # not a forked process that ends
         shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # others are in it
+            folder.parent.rmdir()
 
 
 def _modified(path: str) -> float:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from mlflow import MlflowClient
 from mlflow.entities import Param, RunTag
+from mlflow.exceptions import MlflowException
 
 from lightning_air._lightning import ModelCheckpoint, Trainer
 from lightning_air.tracking.artifacts import (
@@ -20,8 +21,9 @@ from lightning_air.tracking.artifacts import (
     hyperparameters_artifact,
     log_set_aside,
     log_text,
+    plain,
 )
-from lightning_air.tracking.background import Background
+from lightning_air.tracking.background import Background, trouble_of
 from lightning_air.tracking.checkpoint_records import (
     CheckpointHistory,
     CheckpointRecord,
@@ -29,6 +31,7 @@ from lightning_air.tracking.checkpoint_records import (
     Sighting,
     look_at,
 )
+from lightning_air.tracking.door_errors import Refused
 from lightning_air.tracking.flat_params import flatten_params
 from lightning_air.tracking.metric_names import renamed_warning
 from lightning_air.tracking.params import change_tags, left_out_warning, param_batches, plan_params
@@ -71,11 +74,12 @@ class RunRecords:
         self._warn = warn
         self._params, self._tags = dict(run.params), dict(run.tags)  # the background thread's
         self._history = CheckpointHistory() if checkpoints is None else CheckpointHistory.from_snapshot(checkpoints)
-        self._uploads = CheckpointUploads(log_model, warn=warn)
+        self._uploads = CheckpointUploads(log_model, pin_name=f".uploads-{run.run_id[:8]}", warn=warn)
         # Not each in a call of its own: the list takes the place of one that waits, before what was seen since then.
         self._sightings: deque[tuple[Sighting | str, float]] = deque()
-        self._hyperparameters: list[object] = []
+        self._hyperparameters: list[Any] = []  # each once
         self._events: list[Event] = []  # the writer's thread's
+        self._refusal = ""  # the background thread's
 
     def reopen(self, run: OpenRun, background: Background) -> None:
         """Go on in a later stage of training; what belongs to the attempt stays."""
@@ -98,25 +102,59 @@ class RunRecords:
         for each in params:
             flat = flatten_params(each)
             self._background.submit("parameters", lambda flat=flat: self._send_params(flat))  # type: ignore[misc]
-            self._hyperparameters.append(each)
+            if (now := plain(each)) not in self._hyperparameters:
+                self._hyperparameters.append(now)
         if params:
-            known = self._hyperparameters[0] if len(self._hyperparameters) == 1 else self._hyperparameters
-            artifact = hyperparameters_artifact(known, self._attempt)
+            known = list(self._hyperparameters)
             self._background.submit(
-                artifact.path, lambda: log_text(self._client, self._run_id, artifact), replaces=artifact.path
+                "hyperparameters.yaml", lambda: self._send_hyperparameters(known), replaces="hyperparameters"
             )
+
+    def _send_hyperparameters(self, known: Sequence[Any]) -> None:
+        artifact = hyperparameters_artifact(known[0] if len(known) == 1 else known, self._attempt)
+        log_text(self._client, self._run_id, artifact)
 
     def _send_params(self, flat: Mapping[str, str]) -> None:
         plan = plan_params(flat, self._params)
-        for batch in param_batches(plan.new):
-            self._client.log_batch(self._run_id, params=[Param(key, value) for key, value in batch.items()])
-            self._params |= batch
+        if not all(self._takes(batch) for batch in param_batches(plan.new)):
+            # Somebody else, such as autologging, has logged one with another value, or one is never taken.
+            self._params |= self._client.get_run(self._run_id).data.params
+            plan = plan_params(flat, self._params)
+            for batch in param_batches(plan.new):
+                self._send_what_it_takes(list(batch.items()))
         self._send_tags(change_tags(plan, self._tags))
         if plan.renamed:
             text = renamed_warning("parameter", plan.renamed)
             self._warn(text, text)
         if (text_or_none := left_out_warning(plan)) is not None:
             self._warn(text_or_none, text_or_none)
+
+    def _takes(self, batch: Mapping[str, str]) -> bool:
+        """Send parameters; return False if the server refuses them."""
+        try:
+            self._client.log_batch(self._run_id, params=[Param(key, value) for key, value in batch.items()])
+        except MlflowException as error:
+            trouble = trouble_of(error)
+            if not (isinstance(trouble, Refused) and trouble.blames_content):
+                raise
+            self._refusal = str(trouble)
+            return False
+        self._params |= batch
+        return True
+
+    def _send_what_it_takes(self, params: Sequence[tuple[str, str]]) -> None:
+        if self._takes(dict(params)):
+            return
+        if len(params) > 1:
+            self._send_what_it_takes(params[: len(params) // 2])
+            self._send_what_it_takes(params[len(params) // 2 :])
+            return
+        [(key, value)] = params
+        self._warn(
+            f"parameter {key}",
+            f"MLflow refuses the parameter {key!r} = {value[:80]!r} ({self._refusal}); it stands only in "
+            "hyperparameters.yaml among the run's artifacts.",
+        )
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags, as far as they are not set yet."""

@@ -376,11 +376,11 @@ def test_a_folder_is_uploaded_as_it_was_when_it_was_saved(
 ) -> None:
     """Given a callback that deletes it before its turn; then it arrives all the same, and nothing is left behind."""
     run_id = new_run("run")
-    folder = tmp_path / "saved" / "step=40.ckpt"
+    folder = tmp_path / "step=40.ckpt"
     write_ours(folder)
     (tmp_path / "pins" / "killed").mkdir(parents=True)
     (tmp_path / "pins" / "killed" / "old.ckpt").touch()
-    uploads = CheckpointUploads("all", pin_folder=tmp_path / "pins")
+    uploads = CheckpointUploads("all", pin_name="pins")
     (upload,) = uploads.after_save(callback(best_model_path=str(folder)))
     for path in folder.iterdir():
         path.unlink()
@@ -397,12 +397,12 @@ def test_a_folder_is_uploaded_as_it_was_when_it_was_saved(
     assert len(list((tmp_path / "pins").iterdir())) == 1
     del upload
     gc.collect()
-    assert list((tmp_path / "pins").iterdir()) == []
+    assert not (tmp_path / "pins").exists()
 
 
 def test_few_are_pinned(tmp_path: Path) -> None:
     """So that a server that is away does not fill the disk."""
-    uploads = CheckpointUploads("all", pin_folder=tmp_path / "pins")
+    uploads = CheckpointUploads("all", pin_name="pins")
     due = []
     for index in range(MAX_PINNED + 2):
         path = tmp_path / f"{index}.ckpt"
@@ -419,10 +419,10 @@ def test_no_links_on_this_file_system(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "hardlink_to", refuse)
     path = tmp_path / "x.ckpt"
     path.touch()
-    uploads = CheckpointUploads("all", pin_folder=tmp_path / "pins")
+    uploads = CheckpointUploads("all", pin_name="pins")
     (upload,) = uploads.after_save(callback(best_model_path=str(path)))
     assert upload._files.source == path
-    assert list((tmp_path / "pins").iterdir()) == []
+    assert not (tmp_path / "pins").exists()
 
 
 def test_a_checkpoint_that_is_gone_tells(client: MlflowClient, new_run: Callable[[str], str], tmp_path: Path) -> None:

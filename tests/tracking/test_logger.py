@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from mlflow import MlflowClient
 from torch import Tensor
 
 from lightning_air import AirCheckpoint, AsyncUCCheckpointIO
@@ -405,6 +407,27 @@ def test_our_checkpoints_are_uploaded_with_all_their_files(store: Store) -> None
     files = {path.split(f"{name}/")[1] for path in store.artifacts(logger.run_id) if f"{name}/" in path}
     assert files == {path.relative_to(f"ckpt/{name}").as_posix() for path in Path("ckpt", name).rglob("*")}
     assert ".metadata" in files
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["AirCheckpoint", "ModelCheckpoint"])
+def test_each_checkpoint_is_uploaded_though_only_the_last_is_kept(
+    ours: bool, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_artifact, may_go = MlflowClient.log_artifact, threading.Event()
+
+    def waits(self: MlflowClient, *args: Any, **kwargs: Any) -> None:
+        may_go.wait(20)
+        log_artifact(self, *args, **kwargs)
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", waits)  # each is deleted before its turn
+    logger = make_logger(store, log_model="all")
+    at_end = At(7, lambda _: may_go.set())
+    checkpoint: Any = AirCheckpoint("ckpt", every="2steps", keep_last=1) if ours else None
+    checkpoint = checkpoint or ModelCheckpoint("ckpt", every_n_train_steps=2, enable_version_counter=False)
+    fit(logger, checkpoint, at_end, plugins=[AsyncUCCheckpointIO()] if ours else None, enable_checkpointing=True)
+    folders = {path.split("/")[0] for path in store.artifacts(logger.run_id) if "step=" in path}
+    assert {int(folder.split("step=")[1]) for folder in folders} == {2, 4, 6, 8}
+    assert [path.name.split("step=")[1] for path in Path("ckpt").iterdir()] == ["8.ckpt"]
 
 
 def test_where_checkpoints_lie_by_default(store: Store) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from tests.kit.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.kit.mlflow_server import MlflowServer, mlflow_server
@@ -138,6 +141,35 @@ def test_a_hyperparameter_that_has_changed_between_attempts(store: Store, monkey
     run = store.run(run_id)
     assert run.data.params == {"lr": "0.1", "same": "1"}
     assert run.data.tags["param_changed/lr"] == "0.1 -> 0.2 -> 0.1"
+
+
+def test_one_parameter_that_the_server_refuses_costs_no_other(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_batch = MlflowClient.log_batch
+
+    def refuses(self: MlflowClient, run_id: str, *args: Any, params: Any = (), **kwargs: Any) -> None:
+        if any(param.key == "p57" for param in params):
+            raise MlflowException("not this one", INVALID_PARAMETER_VALUE)
+        log_batch(self, run_id, *args, params=params, **kwargs)  # type: ignore[misc]
+
+    monkeypatch.setattr(MlflowClient, "log_batch", refuses)
+    logger = make_logger(store)
+    with warned() as found:
+        logger.log_hyperparams({f"p{number}": number for number in range(250)})
+        logger.log_metrics({"a": 1.0}, step=0)
+        logger.finalize()
+    assert len(store.run(logger.run_id).data.params) == 249
+    assert [text for text in found.messages if "'p57' = '57'" in text]
+
+
+def test_a_parameter_that_somebody_else_has_logged_meanwhile_is_shown_as_changed(store: Store) -> None:
+    logger = make_logger(store)
+    logger.log_metrics({"a": 1.0}, step=0)
+    store.client.log_param(logger.run_id, "lr", "0.5")
+    logger.log_hyperparams({"lr": 0.1, "momentum": 0.9})
+    logger.finalize()
+    run = store.run(logger.run_id).data
+    assert run.params == {"lr": "0.5", "momentum": "0.9"}
+    assert run.tags["param_changed/lr"] == "0.5 -> 0.1"
 
 
 @pytest.mark.parametrize(("length", "kept"), [(5_000, 5_000), (6_000, 6_000), (6_001, 6_000)])
