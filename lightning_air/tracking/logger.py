@@ -58,6 +58,11 @@ class AirMLflowLogger(MLFlowLogger):
     `nonfinite/<name>`; metrics without a step are of the last one instead of step 0; Ctrl-C and SIGTERM end the run as
     KILLED; the fluent interface's tracking URI is left alone.
 
+    Two limits. With `Trainer(enable_autolog_hparams=False)` Lightning doesn't introduce the Trainer: metrics arrive all
+    the same, without attempts, links, the plan for the known length, and what checkpoints carry. Ranks that are forked
+    or spawned for each call (`ddp_notebook`, `ddp_spawn`) make a run for each call, unless `logger.run_id` was asked for
+    before.
+
     Args:
         experiment_name: Default: MLFLOW_EXPERIMENT_NAME, else the script's name, on Databricks below the user's folder.
         run_name: Of a new run; default: the server's choice.
