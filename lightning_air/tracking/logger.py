@@ -60,8 +60,8 @@ class AirMLflowLogger(MLFlowLogger):
 
     Two limits. With `Trainer(enable_autolog_hparams=False)` Lightning doesn't introduce the Trainer: metrics arrive all
     the same, without attempts, links, the plan for the known length, and what checkpoints carry. Ranks that are forked
-    or spawned for each call (`ddp_notebook`, `ddp_spawn`) make a run for each call, unless `logger.run_id` was asked for
-    before.
+    or spawned for each call (`ddp_notebook`, `ddp_spawn`) make a run for each call, unless `logger.run_id` was asked
+    for before.
 
     Args:
         experiment_name: Default: MLFLOW_EXPERIMENT_NAME, else the script's name, on Databricks below the user's folder.
