@@ -55,6 +55,7 @@ class Rank:
         self.ours = AsyncUCCheckpointIO(verify="digest")
         self.ours.connect("ddp")
         self.num_saves = 0
+        self.timing = dist.new_group()  # dcp.async_save uses the default one, on a thread of its own
 
     def checkpoint(self) -> dict[str, Any]:
         """Return what Lightning would hand to a CheckpointIO."""
@@ -80,11 +81,11 @@ class Rank:
 
     def timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """Return how long the slowest rank took, and this rank's result."""
-        dist.barrier()
+        dist.barrier(self.timing)
         begun = time.perf_counter()
         result = call()
         seconds = torch.tensor(time.perf_counter() - begun)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, self.timing)
         return float(seconds), result
 
     # ---- the kinds: each returns seconds blocked, until durable, and CPU seconds of all ranks ----------------------
@@ -98,14 +99,14 @@ class Rank:
         blocked, finish = self.timed(lambda: getattr(self, "_" + kind)(place))
         if finish is not None:
             finish()
-        dist.barrier()
+        dist.barrier(self.timing)
         durable = time.perf_counter() - begun
         used = torch.tensor(time.process_time() - cpu)
-        dist.all_reduce(used)
+        dist.all_reduce(used, group=self.timing)
         if self.rank == 0:
             path = Path(place)
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        dist.barrier()
+        dist.barrier(self.timing)
         return blocked, durable, float(used)
 
     def _memcpy(self, _: str) -> None:
