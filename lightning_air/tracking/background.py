@@ -122,7 +122,7 @@ class Background:
         if is_late and not self._is_parents:
             self._drop(job, "late", "it came after the end")
         if crowded_out is not None:
-            self._drop(crowded_out, "crowd", f"{self._max_waiting} others wait, and the oldest goes")
+            self._drop(crowded_out, "crowd", f"{self._max_waiting} others wait")
 
     def flush(self, deadline_seconds: float) -> bool:
         """Wait until all calls that were submitted before are made, or dropped.
