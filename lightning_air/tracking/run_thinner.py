@@ -121,7 +121,8 @@ class RunThinner:
 
     def begin_anew(self) -> None:
         """Count from here on: in a new spool, nothing of which is made yet."""
-        self._past = Counts().minus(self.thinner.counts)
+        now = self.thinner.counts
+        self._past = Counts(logged=now.pending, pending=now.pending).minus(now)
         self._num_made = 0
 
     def continue_elsewhere(self, shown: Mapping[str, tuple[int, int]]) -> None:
