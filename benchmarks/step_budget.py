@@ -3,7 +3,7 @@
 Every metric is logged in every step, from step 0. Going through all values is out of the question (3e10 of them), but
 what a window costs and where it ends is decided only where one ends: so the simulation goes from end to end, with the
 very `Strides` that the logger uses. tests/tracking/test_step_budget.py checks it against the real thinner, value by
-value. A resumed attempt knows only the mark, goes back to a checkpoint, and has lost the windows that were open.
+value. A resumed attempt knows only what was charged, goes back to a checkpoint, and has lost what was open.
 
     python -m benchmarks.step_budget
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_air.tracking.budget import DEFAULT_CAP, Budget, Mark
+from lightning_air.tracking.budget import DEFAULT_CAP, Budget, lease
 from lightning_air.tracking.octaves import OCTAVE_POINTS
 from lightning_air.tracking.strides import Strides
 
@@ -53,7 +53,7 @@ class Attempt:
     Attributes:
         start: The attempt's first step.
         stop: The first that it did not do.
-        used: Points charged so far, as the mark has it.
+        used: Points charged so far, ahead of those that were sent.
         points: Points shown so far, those of windows that are open not counted.
         curves: The steps done at each point, ascending, all attempts so far; each curve once, though metrics share it.
     """
@@ -69,20 +69,20 @@ def simulate(run: Run) -> Iterator[Attempt]:
     """Yield the attempts of a run."""
     starts = [0, *(resumed for _, resumed in run.resumes)]
     stops = [*(killed for killed, _ in run.resumes), run.num_steps]
-    mark = Mark(run.cap)
+    used = 0
     ends: list[list[list[int]]] = [[] for _ in range(run.num_metrics)]
     for start, stop in zip(starts, stops, strict=True):
-        budget = Budget(run.cap, system=run.system, spent=mark.value)
+        budget = Budget(run.cap, system=run.system, spent=used)
         strides = Strides(limit=budget.for_steps, horizon=run.horizon)
         for curve, new in zip(ends, advance(strides, [start] * run.num_metrics, stop), strict=True):
             curve.append(new)
-        if (to := mark.needs_raise(budget.spent + strides.used)) is not None:
-            mark.raised(to)
+        used = budget.spent + strides.used
+        used += lease(budget.ours, budget.ours - used)
         curves = {tuple(map(tuple, curve)): curve for curve in ends}
         yield Attempt(
             start=start,
             stop=stop,
-            used=mark.value,
+            used=used,
             points=sum(len(part) for curve in ends for part in curve),
             curves=[np.unique(np.concatenate([np.asarray(part) for part in curve])) for curve in curves.values()],
         )

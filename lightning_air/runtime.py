@@ -73,6 +73,11 @@ class Platform:
         job_run_id: The job run behind serverless GPUs, as MLflow reads it; retries share it.
         code_source_path: Where `databricks air run` unpacked the code.
         hyperparameters_path: The YAML file with the workload's `parameters`.
+        system_metrics_enabled: Whether MLflow is to log system metrics; None where MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+            does not say.
+        system_metrics_interval_seconds: From one sample of them to the next, from
+            MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL; None where it does not say.
+        system_metrics_samples_per_point: MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING; None where it does not say.
     """
 
     is_databricks: bool
@@ -87,6 +92,9 @@ class Platform:
     job_run_id: str | None
     code_source_path: str | None
     hyperparameters_path: str | None
+    system_metrics_enabled: bool | None
+    system_metrics_interval_seconds: float | None
+    system_metrics_samples_per_point: int | None
 
 
 class JobRun(NamedTuple):
@@ -172,6 +180,9 @@ def detect_platform(environ: Mapping[str, str] | None = None) -> Platform:
         job_run_id=env.text("SERVERLESS_GPU_COMPUTE_ASSOCIATED_JOB_RUN_ID"),
         code_source_path=env.text("CODE_SOURCE_PATH"),
         hyperparameters_path=env.text("HYPERPARAMETERS_PATH"),
+        system_metrics_enabled=env.truth("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"),
+        system_metrics_interval_seconds=env.seconds("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"),
+        system_metrics_samples_per_point=env.count("MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING"),
     )
 
 
@@ -250,6 +261,22 @@ class _Environment:
 
     def text(self, name: str) -> str | None:
         return self._environ.get(name, "").strip() or None
+
+    def truth(self, name: str) -> bool | None:
+        """Return what a switch of MLflow's says; None if it is nothing that MLflow knows, who will complain itself."""
+        return {"true": True, "1": True, "false": False, "0": False}.get((self.text(name) or "").lower())
+
+    def seconds(self, name: str) -> float | None:
+        """Return a positive number of seconds; None for anything else."""
+        with suppress(ValueError):
+            if 0 < (seconds := float(self.text(name) or "")) < float("inf"):
+                return seconds
+        return None
+
+    def count(self, name: str) -> int | None:
+        """Return a positive whole number; None for anything else."""
+        value = self.text(name) or ""
+        return int(value) if re.fullmatch(r"[0-9]{1,10}", value) and int(value) else None
 
     def number(self, name: str, *, minimum: int = 0, maximum: int = 10**9) -> int | None:
         value = self.text(name)

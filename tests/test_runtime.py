@@ -420,6 +420,32 @@ PLATFORMS: dict[str, tuple[Environ, Platform]] = {
         {"DATABRICKS_RUNTIME_VERSION": "16.4", "DATABRICKS_HOST": "", "MLFLOW_TRACKING_URI": "databricks"},
         platform(is_databricks=True, runtime_version="16.4", mlflow_tracking_uri="databricks"),
     ),
+    "MLflow's system metrics": (
+        {
+            "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "True",
+            "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.5",
+            "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING": "3",
+        },
+        platform(
+            system_metrics_enabled=True, system_metrics_interval_seconds=0.5, system_metrics_samples_per_point=3
+        ),
+    ),
+    "MLflow's system metrics, off, and numbers that are none": (
+        {
+            "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "0",
+            "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "-1",
+            "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING": "0",
+        },
+        platform(system_metrics_enabled=False),
+    ),
+    "MLflow's system metrics, nonsense": (
+        {
+            "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "maybe",
+            "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "often",
+            "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING": "1.5",
+        },
+        platform(),
+    ),
     "serverless": (
         {"DATABRICKS_ENV_VERSION": "5", "SERVERLESS_GPU_COMPUTE_ASSOCIATED_JOB_RUN_ID": "77"},
         platform(is_databricks=True, runtime_version="client.5", job_run_id="77"),

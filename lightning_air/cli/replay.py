@@ -53,8 +53,9 @@ def _send(folder: Path, options: argparse.Namespace) -> int:
     sent, aside = result.stats.num_sent, result.stats.num_set_aside
     reason = result.stats.last_error or "the server did not take it in time"
     left = "" if result.is_complete else f"; the rest stays: {reason}"
+    cut = f", {result.stats.num_cut} dropped: the run's budget is used up" if result.stats.num_cut else ""
     refused = f", {aside} refused (see {folder}/set_aside.jsonl)" if aside else ""
-    sys.stdout.write(f"{folder}: {sent} points of the run {result.run_id} are on the server{refused}{left}\n")
+    sys.stdout.write(f"{folder}: {sent} points of the run {result.run_id} are on the server{refused}{cut}{left}\n")
     return 0 if result.is_complete else _NOT_COMPLETE
 
 

@@ -137,6 +137,11 @@ def latest_steps(run: Run) -> dict[str, int]:
     return {metric.key: metric.step for metric in run.data.to_proto().metrics}
 
 
+def latest_moments(run: Run) -> dict[str, tuple[int, int]]:
+    """Return the time in ms and the step of the value that the server shows as the latest of each metric."""
+    return {metric.key: (metric.timestamp, metric.step) for metric in run.data.to_proto().metrics}
+
+
 def metrics_beyond(latest: Mapping[str, int], resumed_step: int) -> tuple[str, ...]:
     """Return the metrics whose latest value is from after the step that the training resumed at.
 

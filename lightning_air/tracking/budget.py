@@ -1,4 +1,4 @@
-"""How many points a run may have: who gets which share, what the user is told, and a count that survives a crash.
+"""How many points a run may have: who gets which share, what the user is told, and how far ahead they are charged.
 
 A point is one value of one metric at one step; the platform counts each against a cap per run.
 """
@@ -8,6 +8,9 @@ from typing import Any
 WARN_PERCENTS = (50, 80, 95)
 DEFAULT_CAP = 10_000_000
 """Metric steps per run, on the platform."""
+
+LEASES_PER_CAP = 1_000
+LEASES_PER_REST = 100
 
 RESERVE_DIVISOR = 10
 """The share of the points that is kept for exempt metrics: a tenth.
@@ -22,7 +25,8 @@ class Budget:
 
     Attributes:
         cap: Points that the run may have in all.
-        spent: Points that it had before: all attempts' so far.
+        spent: Points that it has beside those that are shared out here: of earlier attempts, and of others.
+        system: Points that the platform's own system metrics will take.
     """
 
     def __init__(self, cap: int = DEFAULT_CAP, *, reserve: int | None = None, system: int = 0, spent: int = 0) -> None:
@@ -46,7 +50,7 @@ class Budget:
                 "It is for exempt metrics only; leave it out to keep a tenth for them."
             )
         self._warned: set[str] = set()
-        self.set_system(system)
+        self.system = whole_number("system", system)
 
     @property
     def ours(self) -> int:
@@ -60,7 +64,7 @@ class Budget:
 
     @property
     def for_steps(self) -> int:
-        """Points for all other metrics, from now on; whoever shares them out adds what he has used."""
+        """Points for all other metrics, beside what the run had before; those used of them since included."""
         return max(0, self.ours - self.reserve - self.spent)
 
     def for_exempt(self, steps_used: int) -> int:
@@ -70,14 +74,6 @@ class Budget:
             steps_used: Points that the others have used; more than their share if that has shrunk since.
         """
         return max(0, min(self.reserve, self.ours - self.spent - steps_used))
-
-    def set_system(self, points: int) -> None:
-        """Say how many points the platform's own system metrics will take.
-
-        Raises:
-            ValueError: If that is negative or no whole number.
-        """
-        self.system = whole_number("system", points)
 
     def describe(self, used: int) -> str:
         """Return what is used of what, for the user."""
@@ -119,44 +115,17 @@ class Budget:
         return budget
 
 
-class Mark:
-    """A number kept with the run that is never less than the points charged, and is rarely written.
+def lease(cap: int, left: int) -> int:
+    """Return how many points to charge ahead of those that are sent, so that it need not be done for each.
 
-    It is raised ahead, by a lease. A run that goes on without knowing what it had charged takes the mark, which errs
-    upward by a lease at most. To keep it so: raise it, wait until it is stored, then send the points.
+    What a killed attempt had charged ahead is lost to the run if nobody goes on with its spool. So it is 0.1% of the
+    cap at most, and 1% of what is left: no number of such attempts uses the budget up.
 
-    Attributes:
-        value: What is stored.
+    Args:
+        cap: Points that the run may have in all.
+        left: Points that it may still have.
     """
-
-    def __init__(self, cap: int = DEFAULT_CAP, *, value: int = 0, lease: int | None = None) -> None:
-        """Start from what is stored.
-
-        Args:
-            cap: Points that the run may have in all.
-            value: What is stored; 0 if nothing is.
-            lease: How far to raise it ahead, in points; 0.1% of the cap if None.
-
-        Raises:
-            ValueError: If a number is negative or no whole number.
-        """
-        self._cap = whole_number("max_metric_steps", cap, least=1)
-        self.value = whole_number("value", value)
-        self._lease = max(1, cap // 1000) if lease is None else whole_number("lease", lease, least=1)
-
-    def needs_raise(self, used_after: int) -> int | None:
-        """Return what to store before points are sent; None if the mark covers them.
-
-        Args:
-            used_after: Points charged, these included.
-        """
-        if used_after <= self.value:
-            return None
-        return max(used_after, min(used_after + self._lease, self._cap))
-
-    def raised(self, to: int) -> None:
-        """Note that a number is stored. A lower one than before changes nothing."""
-        self.value = max(self.value, to)
+    return max(0, min(cap // LEASES_PER_CAP, left // LEASES_PER_REST))
 
 
 def compact(number: int) -> str:

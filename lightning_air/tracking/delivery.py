@@ -19,6 +19,7 @@ from lightning_air.tracking.points import Point, Record
 from lightning_air.tracking.progress import Progress
 from lightning_air.tracking.segments import Position
 from lightning_air.tracking.sending import Outcome, Sender
+from lightning_air.tracking.thinning import Counts
 from lightning_air.tracking.warn_once import Warn
 
 _RECORDS_AT_ONCE = 100
@@ -35,6 +36,10 @@ class Thinner(Protocol):
 
     def snapshot(self) -> dict[str, Any]:
         """Return its whole state, as JSON can have it."""
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the values so far."""
 
 
 ThinnerT = TypeVar("ThinnerT", bound=Thinner)
@@ -58,13 +63,14 @@ class Options(Generic[ThinnerT]):
     """How points are delivered.
 
     Attributes:
-        before_send: Told how many points of this spool will have been sent, before they are. What it raises is an
-            outage: nothing is sent before it has returned.
+        before_send: Told how many points of this spool are to have been sent, before they are, and returns how many of
+            them may be: the others are dropped, and counted. What it raises is an outage: nothing is sent before it has
+            returned.
         observe: Given the thinner after it has got records, on the writer's thread.
         flush_seconds: A point waits no longer for others to share its request.
     """
 
-    before_send: Callable[[int], object]
+    before_send: Callable[[int], int]
     observe: Callable[[ThinnerT], object]
     flush_seconds: float
 
@@ -85,7 +91,8 @@ class Delivery(Generic[ThinnerT]):
 
     Attributes:
         progress: What is acknowledged, and noted in the folder.
-        num_thinned_since: Values taken since, less the points made of them.
+        counts: What became of the values taken so far.
+        num_cut_in_part: Points since the progress that may not be sent.
         num_left: Records that an earlier process had left.
         num_read: Records taken.
     """
@@ -104,7 +111,8 @@ class Delivery(Generic[ThinnerT]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.progress = progress
-        self.num_thinned_since = self.num_left = self.num_read = 0
+        self.counts = thinner.counts
+        self.num_cut_in_part = self.num_left = self.num_read = 0
         self._source = source
         self._thinner = thinner
         self._sender = sender
@@ -133,7 +141,11 @@ class Delivery(Generic[ThinnerT]):
         return len(self._points)
 
     def ask(self, call: Callable[[ThinnerT], object]) -> None:
-        """Have the thinner changed before the next chunk. Any thread's."""
+        """Have the thinner changed between two chunks. Any thread's.
+
+        Not before all is through that an earlier process has left: the server may have some of its points already, and
+        another plan would make others of the same values.
+        """
         self._calls.append(call)
 
     def begin(self) -> None:
@@ -168,7 +180,7 @@ class Delivery(Generic[ThinnerT]):
         return True
 
     def _make_changes(self) -> None:
-        while self._calls:
+        while self._calls and self.num_read >= self.num_left:
             self._change(self._calls.popleft())
 
     def _is_due(self) -> bool:
@@ -179,6 +191,8 @@ class Delivery(Generic[ThinnerT]):
         """Take records until the chunk is full or due, and return True; or until there are no more: then False."""
         num_read, is_full = self.num_read, True
         while not (self._points and len(self._points) + self._most_points > MAX_POINTS):
+            if self._calls and self.num_read == self.num_left > num_read:
+                break  # what was left is a chunk of its own, and then the changes are made
             if not self._unread:
                 if self.num_read > num_read and self._is_due():
                     break
@@ -206,15 +220,14 @@ class Delivery(Generic[ThinnerT]):
             return
         self._points += points
         self._most_points = max(self._most_points, len(points))
-        self.num_thinned_since += len(record.values) - len(points)
 
     def _flush_thinner(self) -> None:
         points = self._thinner.flush()
         self._points += points
-        self.num_thinned_since -= len(points)
         self._observe()
 
     def _observe(self) -> None:
+        self.counts = self._thinner.counts
         try:
             self._options.observe(self._thinner)
         except Exception as error:  # noqa: BLE001 - whoever observes must not stop it
@@ -232,7 +245,7 @@ class Delivery(Generic[ThinnerT]):
         if not self._send():
             return False
         progress, sent = self.progress, self._sent_in_part
-        if sent.num_done or self._position != progress.position:
+        if sent.num_done or self.num_cut_in_part or self._position != progress.position:
             self._ledger.note_set_aside(sent.set_aside)
             self._save(
                 Progress(
@@ -240,20 +253,29 @@ class Delivery(Generic[ThinnerT]):
                     thinner=self._thinner.snapshot(),
                     num_sent=progress.num_sent + self.num_sent_in_part,
                     num_set_aside=progress.num_set_aside + len(sent.set_aside),
-                    num_thinned=progress.num_thinned + self.num_thinned_since,
+                    num_cut=progress.num_cut + self.num_cut_in_part,
                     kept=progress.kept if self._record is None else self._ledger.keep(self._record),
                 )
             )
-        self._sent_in_part, self.num_thinned_since, self._begun_seconds = Outcome(), 0, None
+        self._sent_in_part, self.num_cut_in_part, self._begun_seconds = Outcome(), 0, None
         return True
 
     def _send(self) -> bool:
         if self._points:
-            total = self.progress.num_sent + self.num_sent_in_part + len(self._points)
-            outcome = self._sender.send(self._points, before=lambda: self._options.before_send(total))
+            num_sent = self.progress.num_sent + self.num_sent_in_part
+            total = num_sent + len(self._points)
+            outcome = self._sender.send(self._points, before=lambda: self._options.before_send(total) - num_sent)
             self._sent_in_part.num_done += outcome.num_done
             self._sent_in_part.set_aside += outcome.set_aside
-            self._points = self._points[outcome.num_done :]
+            self._points = self._points[outcome.num_done : len(self._points) - outcome.num_cut]
+            if outcome.num_cut:
+                self.num_cut_in_part += outcome.num_cut
+                self._warn(
+                    "cut",
+                    f"The run's metric-step budget is used up by all that log into it: {outcome.num_cut:,} points are "
+                    "dropped now, and what follows will be. Log into another run, or raise max_metric_steps if the "
+                    "server allows more.",
+                )
         return not self._points
 
     def _save(self, progress: Progress) -> None:

@@ -1,7 +1,7 @@
 """The door to the tracking server or database: what the writer asks of it, behind any tracking URI."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mlflow.entities import Metric, RunTag
@@ -33,6 +33,13 @@ class Door(Protocol):
             DoorError: If it is not known to be set.
         """
 
+    def get_tags(self, run_id: str, *, timeout_seconds: float = REQUEST_SECONDS) -> Mapping[str, str]:
+        """Return all tags of the run.
+
+        Raises:
+            DoorError: If they are not known.
+        """
+
 
 def open_door(tracking_uri: str, *, clock: Callable[[], float] = time.monotonic) -> Door:
     """Return the door to the server or the database behind a tracking URI; nothing is opened before it is used."""
@@ -50,6 +57,9 @@ class _LazyDoor:
 
     def set_tag(self, run_id: str, key: str, value: str, *, timeout_seconds: float = REQUEST_SECONDS) -> None:
         self._open().set_tag(run_id, key, value, timeout_seconds=timeout_seconds)
+
+    def get_tags(self, run_id: str, *, timeout_seconds: float = REQUEST_SECONDS) -> Mapping[str, str]:
+        return self._open().get_tags(run_id, timeout_seconds=timeout_seconds)
 
     def _open(self) -> Door:
         if self._door is None:
@@ -83,11 +93,18 @@ class StoreDoor:
         del timeout_seconds
         self._call(self._store.set_tag, run_id, RunTag(key, value))
 
-    def _call(self, call: Callable[..., object], *args: object) -> None:
+    def get_tags(self, run_id: str, *, timeout_seconds: float = REQUEST_SECONDS) -> Mapping[str, str]:
+        """Return all tags of the run."""
+        del timeout_seconds
+        tags: Mapping[str, str] = self._call(self._store.get_run, run_id).data.tags
+        return tags
+
+    def _call(self, call: Callable[..., Any], *args: object) -> Any:
         try:
-            call(*args)
+            return call(*args)
         except MlflowException as error:
             answer: Any = error  # its methods have no types
             judge(answer.get_http_status_code(), answer.serialize_as_json(), {})
+            raise Unreachable(one_line(str(error))) from error
         except Exception as error:
             raise Unreachable(one_line(f"{type(error).__name__}: {error}")) from error

@@ -5,18 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 
-from lightning_air.tracking.background import trouble_of
-from lightning_air.tracking.charging import MARK_TAG, Charge, mark_of
-from lightning_air.tracking.door import open_door
+from lightning_air.tracking.attempts import latest_moments
+from lightning_air.tracking.charging import Charge
+from lightning_air.tracking.door import Door
 from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.full_record import send_record
-from lightning_air.tracking.progress import load_progress
+from lightning_air.tracking.progress import Progress, load_progress
 from lightning_air.tracking.replaying import ReplayResult, replay
 from lightning_air.tracking.spool import Spool
 from lightning_air.tracking.spool_folder import RUN_NAME, RunInfo, read_run_info
-from lightning_air.tracking.tracker import Tail, lay_down, restore_thinner, spent_elsewhere
+from lightning_air.tracking.tails import Tail, lay_down
+from lightning_air.tracking.tracker import restore_thinner
 from lightning_air.tracking.warn_once import Warn, WarnOnce
 
 # Of one run; a server that is away then is away for this attempt's own points too.
@@ -43,25 +43,23 @@ def send_leftovers(
         warn: Told of trouble.
         say: Told what was sent.
     """
-    if tail is not None and tail[1].records:
-        try:
-            _lay_down(spool_dir / tail[0], tracking_uri, *tail, warn=warn)
-        except SpoolInUseError:
-            pass  # another training on this machine, which sends it
-        except OSError as error:
-            warn("tail", f"Metrics of the run {tail[0]} that its server had not taken cannot be sent: {error}")
+    if tail is not None:
+        _keep_tail(spool_dir / tail[0], tracking_uri, *tail, warn=warn)
     for folder in spools_in(spool_dir):
         if folder.name == but:
             continue
         try:
             if read_run_info(folder).tracking_uri != tracking_uri:
                 continue
+            num_sent = load_progress(folder).num_sent
             result = send_left(folder, deadline_seconds=_DEADLINE_SECONDS, warn=warn)
         except SpoolInUseError:
             continue  # another training on this machine
         except (ValueError, OSError) as error:
             warn(f"leftovers {folder}", f"Metrics in {folder}, left by an earlier attempt, are not sent: {error}")
             continue
+        if result.is_complete and result.stats.num_sent == num_sent:
+            continue  # the server had it all
         if result.is_complete:
             say(f"Metrics that an earlier attempt had not sent have reached the run {result.run_id} now.")
         else:
@@ -97,19 +95,12 @@ def send_left(
     """
     info = read_run_info(folder)
     uri = tracking_uri or info.tracking_uri
-    charge: Charge | None = None
-
-    def before_send(num_points: int) -> None:
-        nonlocal charge
-        charge = charge or _charge(folder, uri, info)
-        charge(num_points)
-
     result = replay(
         folder,
         restore_thinner=restore_thinner,
         tracking_uri=uri,
         deadline_seconds=deadline_seconds,
-        before_send=before_send,
+        charge_for=lambda info, door: _charge(info, door, load_progress(folder)),
         warn=warn,
     )
     try:
@@ -119,28 +110,30 @@ def send_left(
     return result
 
 
-def _charge(folder: Path, tracking_uri: str, info: RunInfo) -> Charge:
-    """Ask the server what the run has already; called before the first points are sent, and again in an outage."""
-    try:
-        tags = MlflowClient(tracking_uri).get_run(info.run_id).data.tags
-    except MlflowException as error:
-        raise trouble_of(error) from error
-    mark = mark_of(tags.get(MARK_TAG))
+def _charge(info: RunInfo, door: Door, progress: Progress) -> Charge:
+    """Return what keeps the points within the cap that was in force when they were logged last."""
     return Charge(
-        open_door(tracking_uri),
+        door,
         info.run_id,
-        spent=spent_elsewhere(info, load_progress(folder), mark),
-        mark=mark,
-        cap=restore_thinner(info.thinner).thinner.cap,
+        writer=info.writer,
+        cap=restore_thinner(progress.thinner or info.thinner).newest.cap,
+        earlier=info.charged,
+        found=info.found,
     )
 
 
-def _lay_down(folder: Path, tracking_uri: str, run_id: str, tail: Tail, *, warn: Warn) -> None:
+def _keep_tail(folder: Path, tracking_uri: str, run_id: str, tail: Tail, *, warn: Warn) -> None:
     """Make a spool of a checkpoint's tail, unless there is one."""
-    if (folder / RUN_NAME).exists():
+    if (folder / RUN_NAME).exists() or tail.is_empty:
         return
-    spool = Spool(folder, warn=warn)
     try:
-        lay_down(spool, tail, run_id=run_id, tracking_uri=tracking_uri)
-    finally:
-        spool.close()
+        shown = latest_moments(MlflowClient(tracking_uri).get_run(run_id))
+        spool = Spool(folder, warn=warn)
+        try:
+            lay_down(spool, tail, run_id=run_id, tracking_uri=tracking_uri, shown=shown)
+        finally:
+            spool.close()
+    except SpoolInUseError:
+        pass  # another training on this machine, which sends it
+    except Exception as error:  # noqa: BLE001 - whatever MLflow raises; the checkpoint still has it
+        warn("tail", f"Metrics of the run {run_id} that its server had not taken cannot be sent: {error}")

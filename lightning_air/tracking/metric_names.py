@@ -9,7 +9,7 @@ import hashlib
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 MAX_KEY_LENGTH = 250
 """Characters, on the server."""
@@ -17,6 +17,8 @@ MAX_KEY_LENGTH = 250
 # What `mlflow.utils.validation` allows; its client refuses the colon on Windows.
 _FORBIDDEN = re.compile(r"[^/\w.\- ]" if os.name == "nt" else r"[^/\w.\- :]")
 _HASH_LENGTH = 8
+NONFINITE = "nonfinite"
+"""The aspect of a metric that counts its values that are not finite."""
 _MAX_EXAMPLES = 10
 
 
@@ -45,11 +47,24 @@ def valid_key(name: str) -> str:
     return f"{readable[: MAX_KEY_LENGTH - _HASH_LENGTH - 1]}-{digest}"
 
 
-class MetricNames:
-    """The keys of the names seen so far; one per run. Not for two threads at a time.
+def plain_key(name: str, aspect: str = "") -> str:
+    """Return what an aspect of a metric is called.
 
-    Within one instance no two names share a key, whatever they are. Where that takes more than `valid_key` (a name
-    that contains another's hash), the name seen first keeps the plain key.
+    Args:
+        name: Of the metric, as it was logged.
+        aspect: "" for what has the metric's own name, `NONFINITE`, or the name of an aggregate.
+    """
+    if not aspect:
+        return name
+    return f"{NONFINITE}/{name}" if aspect == NONFINITE else f"{name}/{aspect}"
+
+
+class MetricNames:
+    """The keys of the metrics seen so far, and of their aspects; one per run. Not for two threads at a time.
+
+    Within one instance no two share a key, whatever their names are. Where that takes more than `valid_key` (a name
+    that contains another's hash; a metric "loss/max" beside the maximum of "loss"), what is seen first keeps the plain
+    key.
     """
 
     def __init__(self, prefix: str = "") -> None:
@@ -59,27 +74,37 @@ class MetricNames:
             prefix: Put before each name and joined by "-", as Lightning's loggers do; none if empty.
         """
         self._prefix = f"{prefix}-" if prefix else ""
-        self._keys: dict[str, str] = {}
-        self._names: dict[str, str] = {}
+        self._keys: dict[tuple[str, str], str] = {}
+        self._owners: dict[str, tuple[str, str]] = {}
         self._unsaid: dict[str, str] = {}
 
-    def key(self, name: str) -> str:
-        """Return the key under which the server has this name."""
-        key = self._keys.get(name)
-        return self._add(name) if key is None else key
+    def key(self, name: str, aspect: str = "") -> str:
+        """Return the key under which the server has a metric, or an aspect of it as `plain_key` knows them."""
+        key = self._keys.get((name, aspect))
+        return self._add(name, aspect) if key is None else key
+
+    def snapshot(self) -> list[list[str]]:
+        """Return the names and aspects in the order in which they got their keys, as JSON can have it."""
+        return [list(owner) for owner in self._keys]
+
+    def restore(self, snapshot: Iterable[Sequence[str]]) -> None:
+        """Give keys in the order of a snapshot, so that each gets the one that it had."""
+        for name, aspect in snapshot:
+            self.key(name, aspect)
 
     def take_renamed(self) -> dict[str, str]:
-        """Return the names that were changed, with their keys, since the last call: to be said once."""
+        """Return what got another key than its name since the last call, with the key: to be said once."""
         renamed, self._unsaid = self._unsaid, {}
         return renamed
 
-    def _add(self, name: str) -> str:
-        full_name = salted = self._prefix + name
-        while self._names.setdefault(key := valid_key(salted), name) != name:
+    def _add(self, name: str, aspect: str) -> str:
+        owner = (name, aspect)
+        full_name = salted = self._prefix + plain_key(name, aspect)
+        while self._owners.setdefault(key := valid_key(salted), owner) != owner:
             salted += "\0"  # no valid character, so that the key gets another hash
-        self._keys[name] = key
+        self._keys[owner] = key
         if key != full_name:
-            self._unsaid[name] = key
+            self._unsaid[f"{aspect} of {name}" if aspect else name] = key
         return key
 
 

@@ -29,7 +29,7 @@ class Progress:
         thinner: The thinner's snapshot there; None before the first record.
         num_sent: Points that the server has acknowledged.
         num_set_aside: Points that it refuses.
-        num_thinned: Values less the points made of them; negative where a value makes several.
+        num_cut: Points that the run had no room for: others had used its budget up.
         kept: How much of the full record belongs to this moment; None where there is none.
     """
 
@@ -37,7 +37,7 @@ class Progress:
     thinner: Mapping[str, Any] | None = None
     num_sent: int = 0
     num_set_aside: int = 0
-    num_thinned: int = 0
+    num_cut: int = 0
     kept: Kept | None = None
 
 
@@ -75,9 +75,8 @@ def _parse(text: bytes) -> Progress:
     kept = fields.pop("kept", None)
     fields["kept"] = None if kept is None else Kept(str(kept[0]), int(kept[1]))
     progress = Progress(position=Position(segment, offset), **fields)
-    numbers = (segment, offset, progress.num_sent, progress.num_set_aside)
-    # More points than values, with several aggregates, are values thinned less than zero times.
-    if type(progress.num_thinned) is not int or not all(type(number) is int and number >= 0 for number in numbers):
+    numbers = (segment, offset, progress.num_sent, progress.num_set_aside, progress.num_cut)
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"counts must not be negative, got {numbers}")
     if not isinstance(progress.thinner, dict | None):
         raise TypeError("no snapshot of a thinner")

@@ -3,18 +3,19 @@
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_air.tracking.charging import Charging, Uncharged, new_writer
 from lightning_air.tracking.delivery import Thinner
 from lightning_air.tracking.door import Door, open_door
 from lightning_air.tracking.folder_lock import FolderLock
 from lightning_air.tracking.full_record import FullRecord
 from lightning_air.tracking.points import Record
-from lightning_air.tracking.progress import load_progress
+from lightning_air.tracking.progress import Progress, load_progress
 from lightning_air.tracking.segments import Position, segment_numbers, segment_path
-from lightning_air.tracking.spool_folder import read_run_info, remove_folder
+from lightning_air.tracking.spool_folder import RunInfo, read_run_info, remove_folder, write_run_info
 from lightning_air.tracking.spool_reader import SpoolReader
 from lightning_air.tracking.warn_once import Warn, WarnOnce
 from lightning_air.tracking.writer import Writer, WriterStats
@@ -79,13 +80,27 @@ class LeftRecords:
         self._reader.close()
 
 
+def charged_anew(folder: Path, info: RunInfo, progress: Progress) -> RunInfo:
+    """Return whose records a folder holds, with another writer if its progress is lost.
+
+    Nobody knows then what the old one has sent, and so it stays charged with all that it may have.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    if progress.thinner is None:
+        info = replace(info, writer=new_writer(), charged=0)
+        write_run_info(folder, info)
+    return info
+
+
 def replay(
     folder: str | os.PathLike[str],
     *,
     restore_thinner: Callable[[Mapping[str, Any]], Thinner],
     tracking_uri: str | None = None,
     deadline_seconds: float = math.inf,
-    before_send: Callable[[int], object] = lambda _: None,
+    charge_for: Callable[[RunInfo, Door], Charging] = lambda *_: Uncharged(),
     warn: Warn | None = None,
     open_door: Callable[[str], Door] = open_door,
 ) -> ReplayResult:
@@ -96,7 +111,8 @@ def replay(
         restore_thinner: Makes a thinner of its snapshot.
         tracking_uri: The server to send to; None for the one that the records were meant for.
         deadline_seconds: What is not sent by then stays in the folder, for the next time.
-        before_send: As the writer's.
+        charge_for: Makes what charges the run, given whose records they are and the door to its server; sends all
+            otherwise.
         warn: Told of trouble.
         open_door: Opens the door to a server.
 
@@ -111,17 +127,21 @@ def replay(
     lock = FolderLock(path)
     try:
         progress = load_progress(path)
+        info = charged_anew(path, info, progress)
         thinner = restore_thinner(info.thinner if progress.thinner is None else progress.thinner)
         warn = WarnOnce() if warn is None else warn
         record = FullRecord(path, progress.kept, warn=warn) if info.full_record else None
         source = LeftRecords(path)
+        door = open_door(uri)
+        charge = charge_for(info, door)
         writer = Writer(
             source,
             thinner,
-            open_door(uri),
+            door,
             info.run_id,
             progress=progress,
-            before_send=before_send,
+            before_send=charge,
+            settle=charge.settle,
             record=record,
             warn=warn,
         )

@@ -7,7 +7,7 @@ MLFLOW_HTTP_REQUEST_* variables stay as the user has set them.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache
 from http import HTTPStatus
@@ -26,9 +26,13 @@ REQUEST_SECONDS = 30.0
 
 _LOG_BATCH = "/api/2.0/mlflow/runs/log-batch"
 _SET_TAG = "/api/2.0/mlflow/runs/set-tag"
+_GET_RUN = "/api/2.0/mlflow/runs/get"
 _CONNECT_SECONDS = 10.0
 _CREDENTIALS_SECONDS = 60.0
 _MOST_ANSWER_BYTES = 1 << 16
+# A run with 1,600 parameters of 6,000 characters; read byte by byte it would take seconds.
+_MOST_RUN_BYTES = 64 << 20
+_RUN_BYTES_AT_ONCE = 1 << 12
 _POINTS_AT_ONCE = 100
 _NOT_FINITE = {float("inf"): '"Infinity"', float("-inf"): '"-Infinity"'}
 
@@ -57,40 +61,54 @@ class RestDoor:
         """Set a tag of the run."""
         self._post(_SET_TAG, json.dumps({"run_id": run_id, "key": key, "value": value}).encode(), timeout_seconds)
 
+    def get_tags(self, run_id: str, *, timeout_seconds: float = REQUEST_SECONDS) -> Mapping[str, str]:
+        """Return all tags of the run."""
+        text = self._request("GET", _GET_RUN, timeout_seconds, params={"run_id": run_id})
+        try:
+            tags = json.loads(text)["run"]["data"].get("tags", [])
+            return {tag["key"]: tag.get("value", "") for tag in tags}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Unreachable(one_line(f"An answer that is not MLflow's: {text}")) from error
+
     def _post(self, endpoint: str, body: bytes, timeout_seconds: float) -> None:
+        self._request("POST", endpoint, timeout_seconds, data=body)
+
+    def _request(self, method: str, endpoint: str, timeout_seconds: float, **content: Any) -> str:
         deadline_seconds = self._clock() + timeout_seconds
         try:
             host_creds, headers = self._credentials()
             response = _rest.http_request(
                 host_creds,
                 endpoint,
-                "POST",
+                method,
                 max_retries=0,
                 retry_codes=frozenset(),
                 raise_on_status=False,
                 respect_retry_after_header=False,
                 timeout=(min(_CONNECT_SECONDS, timeout_seconds), timeout_seconds),
                 extra_headers={"Content-Type": "application/json", **headers},
-                data=body,
                 stream=True,
+                **content,
             )
             with closing(response):
-                text = self._read(response, deadline_seconds)
+                is_short = method == "POST"
+                text = self._read(response, deadline_seconds, is_short=is_short)
         except Exception as error:
             kind = TooLate if _is_late(error) else Unreachable
             raise kind(one_line(f"{type(error).__name__}: {error}")) from error
         if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             self._forget_credentials()
         judge(response.status_code, text, response.headers)
+        return text
 
-    def _read(self, response: requests.Response, deadline_seconds: float) -> str:
+    def _read(self, response: requests.Response, deadline_seconds: float, *, is_short: bool) -> str:
         """Return the answer's body; the timeout of `requests` starts anew with every byte of it."""
         found = bytearray()
-        for piece in response.iter_content(1):
+        for piece in response.iter_content(1 if is_short else _RUN_BYTES_AT_ONCE):
             found += piece
             if self._clock() > deadline_seconds:
                 raise TimeoutError("the answer came too slowly")
-            if len(found) > _MOST_ANSWER_BYTES:
+            if len(found) > (_MOST_ANSWER_BYTES if is_short else _MOST_RUN_BYTES):
                 break
         return found.decode(errors="replace")
 

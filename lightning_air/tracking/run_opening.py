@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from mlflow import MlflowClient
 from mlflow.entities import Run, RunTag
 
+from lightning_air.tracking.attempts import latest_moments
 from lightning_air.tracking.run_identity import RunChoice
 
 _PARENT_TAG = "mlflow.parentRunId"
@@ -27,6 +28,7 @@ class OpenRun:
         params: What it had when it was opened.
         tags: What it has now.
         is_new: It was made now.
+        latest: Time in ms and step of the latest value of each metric that it had when it was opened.
         had_ended: An adopted run that was not RUNNING.
         warnings: What the user may not have expected.
     """
@@ -37,6 +39,7 @@ class OpenRun:
     artifact_uri: str
     params: Mapping[str, str]
     tags: Mapping[str, str]
+    latest: Mapping[str, tuple[int, int]]
     is_new: bool
     had_ended: bool
     warnings: tuple[str, ...]
@@ -108,6 +111,7 @@ def _opened(run: Run, tags: Mapping[str, str], *, is_new: bool = False, warnings
         artifact_uri=run.info.artifact_uri,
         params=run.data.params,
         tags=tags,
+        latest=latest_moments(run),
         is_new=is_new,
         had_ended=run.info.status in _ENDED,
         warnings=warnings,

@@ -15,13 +15,13 @@ from mlflow.exceptions import MlflowException
 from torch import Tensor
 
 from lightning_air._lightning import ModelCheckpoint, Trainer, TrainerFn, batches_that_stepped
-from lightning_air.runtime import Launch, detect_job_run
+from lightning_air.runtime import detect_job_run
 from lightning_air.tracking import attempts
 from lightning_air.tracking.artifacts import attempt_folder
 from lightning_air.tracking.attempts import ResumePoint
 from lightning_air.tracking.autolog import Autolog, settle_autolog
 from lightning_air.tracking.background import Background
-from lightning_air.tracking.charging import MARK_TAG, mark_of
+from lightning_air.tracking.charging import BEFORE, charges_of, writer_tag
 from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.full_record import send_record
 from lightning_air.tracking.leftovers import send_leftovers
@@ -29,15 +29,20 @@ from lightning_air.tracking.logger_options import LoggerOptions
 from lightning_air.tracking.opening import Opened, trouble_reaching, world_of
 from lightning_air.tracking.run_records import RunRecords
 from lightning_air.tracking.run_tags import run_tags
-from lightning_air.tracking.run_thinner import RunThinner
 from lightning_air.tracking.summary import RunPlace, end_text, start_text
-from lightning_air.tracking.system_points import estimate_system_points, points_per_second, system_warning
-from lightning_air.tracking.tracker import Tail, Tracker
+from lightning_air.tracking.system_points import (
+    count_system_points,
+    estimate_found_points,
+    estimate_system_points,
+    points_per_second,
+    system_interval,
+    system_warning,
+)
+from lightning_air.tracking.tails import Tail
+from lightning_air.tracking.tracker import Tracker
 from lightning_air.tracking.warn_once import Warn
 
 _PARAMS_SECONDS = 10.0
-_AIR_COMMAND_INTERVAL_SECONDS = 2.0
-_AIR_PROCESS_INTERVAL_SECONDS = 10.0
 
 
 class RunSession:
@@ -98,18 +103,17 @@ class RunSession:
         self._leftovers = Background("lightning-air-leftovers", warn=warn)  # of its own: they may take long
         mine = state if state is not None and state.get("run_id") == run.run_id else None
         self.records: RunRecords = self._new_records(state) if earlier is None else earlier.records
-        thinner = None if earlier is None else earlier.tracker.snapshot()
+        charged = charges_of(run.tags)
         try:
             self.tracker: Tracker = Tracker(
                 run.run_id,
                 options.tracking_uri,
                 options.spool_dir / run.run_id,
-                new_thinner=lambda spent: (
-                    options.new_thinner(spent, system=self._system_points())
-                    if thinner is None
-                    else RunThinner.from_snapshot(thinner)
-                ),
-                mark=max(mark_of(run.tags.get(MARK_TAG)), 0 if mine is None else int(mine.get("metric_steps", 0))),
+                new_thinner=lambda spent: options.new_thinner(spent, system=self._system_points()),
+                charged=charged,
+                found=0 if charged else self._found_points(mine),
+                shown=run.latest,
+                earlier=None if earlier is None else earlier.tracker,
                 tail=None if mine is None else Tail.of(mine),
                 flush_seconds=options.flush_seconds,
                 full_record=options.full_record,
@@ -160,18 +164,46 @@ class RunSession:
             ),
         )
 
+    def _latest_steps(self) -> list[tuple[str, int]]:
+        return [(key, step) for key, (_, step) in self.opened.run.latest.items()]
+
+    def _found_points(self, mine: Mapping[str, Any] | None) -> int:
+        """Return how many points the run has that no tag of ours counts."""
+        if mine is not None and "metric_steps" in mine:
+            return int(mine["metric_steps"])
+        found = estimate_found_points(self._latest_steps())
+        if found:
+            tag = writer_tag(BEFORE)
+            self._warn(
+                "found",
+                f"The run {self.run_id} has metrics that this logger has not counted: {found:,} points at most are "
+                f"taken from its budget for them. If you know their number, set the run's tag {tag!r} to it before.",
+            )
+        return found
+
     def _system_points(self) -> int:
         """Return how many points the platform's system metrics will take of the cap: none where nobody samples them."""
-        interval = _system_interval(self._launch, is_databricks=self._options.platform.is_databricks)
+        there = count_system_points(self._latest_steps())
+        interval = system_interval(
+            self._options.platform,
+            self._launch,
+            is_adopted=not self.opened.run.is_new,
+            is_sampled=there > 0,
+        )
         if interval is None:
-            return 0
+            return there
         num_nodes, num_gpus = self._launch.num_nodes or 1, torch.cuda.device_count()
         estimate = estimate_system_points(num_nodes=num_nodes, gpus_per_node=num_gpus, interval_seconds=interval)
-        rate = points_per_second(num_nodes, num_gpus, interval)
-        text = system_warning(estimate=estimate, cap=self._options.max_metric_steps, rate=rate)
+        text = system_warning(
+            there=there,
+            estimate=estimate,
+            cap=self._options.max_metric_steps,
+            rate=points_per_second(num_nodes, num_gpus, interval),
+            interval_seconds=interval,
+        )
         if text is not None:
             self._warn("system metrics", text)
-        return estimate
+        return there + estimate
 
     # ---- the Trainer -------------------------------------------------------------------------------------------------
 
@@ -233,9 +265,10 @@ class RunSession:
             self._warn("roll-back", f"Whether the run has been further cannot be seen: {error}")
             return {}
         reached = attempts.rolled_back(latest, step)
+        # Also where the server has nothing beyond: what is still to be sent of an earlier attempt may have.
+        self.tracker.roll_back(step, {key: latest[key] for key in attempts.metrics_beyond(latest, step)})
         if reached is None:
             return {}
-        self.tracker.roll_back({key: latest[key] for key in attempts.metrics_beyond(latest, step)})
         self._rolled_back = attempts.rolled_back_value(self._rolled_back, reached, step, time.time())
         return {attempts.ROLLED_BACK_TAG: self._rolled_back}
 
@@ -319,8 +352,8 @@ class RunSession:
         if tail is not None and tail.is_cut:
             self._warn(
                 "tail is cut",
-                f"The checkpoint of step {step} has the first {len(tail.records):,} metrics that the server has not "
-                f"taken, and not those after them: these are only in {self.tracker.folder}, on this machine.",
+                f"The checkpoint of step {step} has the first {tail.num_bytes / 1e6:.1f} MB of metrics that the server "
+                f"has not taken, and not those after them: these are only in {self.tracker.folder}, on this machine.",
             )
         return {
             "run_id": self.run_id,
@@ -393,12 +426,3 @@ def _shown(value: object) -> str:
         return repr(value)[:80]
     except Exception:  # noqa: BLE001 - a user's own __repr__
         return f"a {type(value).__qualname__}"
-
-
-def _system_interval(launch: Launch, *, is_databricks: bool) -> float | None:
-    """Return how many seconds lie between two samples of system metrics; None if nobody takes them."""
-    if is_databricks and launch.kind == "air-node":
-        return _AIR_COMMAND_INTERVAL_SECONDS
-    if is_databricks and launch.kind == "air-process":
-        return _AIR_PROCESS_INTERVAL_SECONDS
-    return None

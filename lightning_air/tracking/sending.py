@@ -52,9 +52,11 @@ class Outcome:
     Attributes:
         num_done: The first so many are acknowledged or set aside; the others are to be sent again.
         set_aside: Those of them that the server refuses.
+        num_cut: The last so many may not be sent.
     """
 
     num_done: int = 0
+    num_cut: int = 0
     set_aside: list[SetAside] = field(default_factory=list)
 
 
@@ -97,22 +99,30 @@ class Sender:
         self._outages = Outages(self.stats, warn, clock)
         self._refusals = Refusals()
 
-    def send(self, points: Sequence[Point], *, before: Callable[[], object] = lambda: None) -> Outcome:
+    def send(self, points: Sequence[Point], *, before: Callable[[], int] | None = None) -> Outcome:
         """Send points until all are acknowledged or set aside, or the patience is at its end.
 
         Args:
             points: In the order in which the server is to get them.
-            before: Called first. If it raises it is called again later; nothing is sent before it has returned.
+            before: Called first, and returns how many of them may be sent; None for all of them. If it raises it is
+                called again later; nothing is sent before it has returned.
         """
         outcome = Outcome()
         try:
-            while (reason := self._insist(before)) is not None:
-                self._wait_for_run(reason)
-            for batch in batches_of(points, max_points=self._max_points, max_bytes=self._max_bytes):
+            num_allowed = len(points) if before is None else self._ask(before)
+            outcome.num_cut = max(0, len(points) - max(0, num_allowed))
+            allowed = points[: len(points) - outcome.num_cut]
+            for batch in batches_of(allowed, max_points=self._max_points, max_bytes=self._max_bytes):
                 self._send_batch(batch, outcome)
         except GaveUpError:
             pass
         return outcome
+
+    def _ask(self, before: Callable[[], int]) -> int:
+        answers: list[int] = []
+        while (reason := self._insist(lambda: answers.append(before()))) is not None:
+            self._wait_for_run(reason)
+        return answers[-1]
 
     def _send_batch(self, batch: Sequence[Point], outcome: Outcome) -> None:
         """Send a batch; if it is refused its halves, and their halves, until the bad points are alone."""

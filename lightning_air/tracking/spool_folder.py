@@ -3,10 +3,11 @@
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_air.tracking.charging import new_writer
 from lightning_air.tracking.points import Point
 from lightning_air.tracking.segments import segment_numbers, segment_path
 
@@ -25,12 +26,18 @@ class RunInfo:
         tracking_uri: Of the server that has the run.
         thinner: The thinner's snapshot before the first record.
         full_record: Whether all records are kept.
+        writer: Who is charged for the points; of no other spool.
+        charged: Points that the writer had sent before the first record.
+        found: Points that the run had when no writer had come to it.
     """
 
     run_id: str
     tracking_uri: str
     thinner: Mapping[str, Any]
     full_record: bool = False
+    writer: str = field(default_factory=new_writer)
+    charged: int = 0
+    found: int = 0
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,10 @@ def _losses(stats: WriterStats) -> list[str]:
         pending = f"{stats.num_pending_points:,} points and {stats.num_pending_records:,} records pending"
         reason = f" ({stats.last_error})" if stats.last_error is not None else ""
         parts.append(f"{pending}, kept for the next attempt or `lightning-air replay`{reason}")
+    over = [f"{stats.num_over_budget:,} values"] if stats.num_over_budget else []
+    over += [f"{stats.num_cut:,} points"] if stats.num_cut else []
+    if over:
+        parts.append(f"{' and '.join(over)} dropped by the budget of metric steps, which is used up")
     if stats.num_dropped:
         parts.append(f"{stats.num_dropped:,} records dropped for want of disk space")
     return [f"Not on the server: {'; '.join(parts) or 'nothing set aside, pending or dropped'}."]

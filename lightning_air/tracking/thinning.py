@@ -14,9 +14,8 @@ the same timestamps, so that what the server has already is not stored twice. No
 """
 
 import fnmatch
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from lightning_air.tracking.budget import DEFAULT_CAP, Budget, round_step
 from lightning_air.tracking.octaves import POINTS_PER_HALF, guaranteed_metrics
@@ -33,8 +32,7 @@ SWEEP_MS = 1_000
 _SNAPSHOT_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(NamedTuple):
     """What became of the values logged: `logged == windows + thinned + dropped + pending`.
 
     Attributes:
@@ -46,12 +44,20 @@ class Counts:
         points: Points made.
     """
 
-    logged: int
-    windows: int
-    thinned: int
-    dropped: int
-    pending: int
-    points: int
+    logged: int = 0
+    windows: int = 0
+    thinned: int = 0
+    dropped: int = 0
+    pending: int = 0
+    points: int = 0
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Return what became of both."""
+        return Counts(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+    def minus(self, other: "Counts") -> "Counts":
+        """Return what became of those that the other ones are not."""
+        return Counts(*(mine - its for mine, its in zip(self, other, strict=True)))
 
 
 class Thinner:
@@ -79,8 +85,8 @@ class Thinner:
             reserve: Points kept for exempt metrics; None for a tenth, 0 to thin them like the others.
             aggregate: What a window becomes, a point each: the first by the metric's name, others as `name/min` etc.
             exempt: Patterns (`fnmatch`) of the metrics that are not thinned.
-            spent: Points that the run has already.
-            system: Points that the platform's own system metrics will take; `set_system` corrects it.
+            spent: Points that the run has already; `spend` adds to them.
+            system: Points that the platform's own system metrics will take.
             horizon: The run's last step, if known; `set_horizon` corrects it.
             origin: The run's first step; None for the first that is logged, or 0 if the run has points already.
 
@@ -110,23 +116,18 @@ class Thinner:
 
     @property
     def cap(self) -> int:
-        """Points that the run may have in all."""
-        return self._budget.cap
+        """Points that the run may have in all, but for those that are left to the platform's own system metrics."""
+        return self._budget.ours
+
+    @property
+    def spent(self) -> int:
+        """Points that the run has beside those that are made here."""
+        return self._budget.spent
 
     @property
     def used(self) -> int:
         """Points charged so far: those that the run had before, those made, and those that open windows will become."""
         return self._budget.spent + self._steps.strides.used + self._exempt.strides.used
-
-    @property
-    def stride(self) -> int:
-        """Steps that one point stands for now."""
-        return self._steps.strides.stride
-
-    @property
-    def origin(self) -> int | None:
-        """The run's first step; None if nothing was logged yet."""
-        return self._origin
 
     @property
     def counts(self) -> Counts:
@@ -140,11 +141,6 @@ class Thinner:
             pending=sum(windows.num_pending for windows in both),
             points=self._num_points,
         )
-
-    @property
-    def num_nonfinite(self) -> dict[str, int]:
-        """How many values of each metric were not a number or infinite; only metrics that had any."""
-        return self._steps.num_nonfinite | self._exempt.num_nonfinite
 
     def add(self, record: Record) -> list[Point]:
         """Take a record, and return the points that are complete by it."""
@@ -172,6 +168,19 @@ class Thinner:
         self._num_points += len(points)
         return points
 
+    def forget_shown(self, latest: Mapping[str, tuple[int, int]]) -> None:
+        """Empty the open windows that somebody has shown with what followed in them.
+
+        Args:
+            latest: Time in ms and step of the latest value that is shown of each key.
+        """
+        self._steps.forget_shown(latest)
+        self._exempt.forget_shown(latest)
+
+    def name_by(self, key_of: Callable[[str, str], str]) -> None:
+        """Have keys given to metrics and their aspects; without this `metric_names.plain_key` does it."""
+        self._steps.key_of = self._exempt.key_of = key_of
+
     def take_events(self) -> list[Event]:
         """Return the values that were not finite since the last call, the first few of each metric."""
         events = self._steps.events + self._exempt.events
@@ -187,13 +196,11 @@ class Thinner:
         check_horizon(horizon)
         self._steps.strides.set_horizon(horizon)
 
-    def set_system(self, points: int) -> None:
-        """Say how many points the platform's own system metrics will take in all.
-
-        Raises:
-            ValueError: If it is negative or no whole number.
-        """
-        self._budget.set_system(points)
+    def spend(self, num_points: int) -> None:
+        """Charge points that are not made here; none if the number is not positive."""
+        if num_points <= 0:
+            return
+        self._budget.spent += num_points
         self._steps.strides.set_limit(self._budget.for_steps)
         self._exempt.strides.set_limit(self._budget.for_exempt(self._steps.strides.used))
 
@@ -226,8 +233,9 @@ class Thinner:
             )
         if len(self._exempt) and not self._exempt.strides.is_lasting and budget.is_first("exempt"):
             warnings.append(
-                f"Exempt metrics ({', '.join(self._exempt_patterns)}) are thinned from now on, since most of their "
-                f"reserve of {budget.reserve:,} points is used: {plan}. A larger reserve keeps more of them."
+                f"Exempt metrics ({', '.join(self._exempt_patterns)}) are thinned from now on, since half of their "
+                f"reserve of {budget.reserve:,} points is used, or too little of the budget is left: {plan}. A larger "
+                "reserve keeps more of them."
             )
         if (dropped := self.counts.dropped) and budget.is_first("dropped"):
             warnings.append(f"The metric-step budget is used up and values are dropped, {dropped:,} so far: {plan}.")

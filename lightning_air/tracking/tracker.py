@@ -7,54 +7,26 @@ spool's folder, and whoever opens the run again, or replays the folder, goes on 
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_air.tracking.charging import Charge
+from lightning_air.tracking.charging import BEFORE, Charge, new_writer
 from lightning_air.tracking.door import Door, open_door
 from lightning_air.tracking.full_record import FullRecord
 from lightning_air.tracking.metric_names import renamed_warning
-from lightning_air.tracking.progress import Progress, load_progress, save_progress
-from lightning_air.tracking.replaying import LeftRecords
+from lightning_air.tracking.progress import load_progress, save_progress
+from lightning_air.tracking.replaying import charged_anew
 from lightning_air.tracking.run_thinner import RunThinner
 from lightning_air.tracking.segments import Position
 from lightning_air.tracking.spool import Spool
 from lightning_air.tracking.spool_folder import RunInfo, read_run_info, remove_folder, write_run_info
+from lightning_air.tracking.tails import Tail, copy_tail, lay_down
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.window import Event
 from lightning_air.tracking.writer import Writer, WriterStats
 
-# A checkpoint should not grow by more than a few megabytes because a server is away; what it lacks is in the spool.
-_MAX_TAIL_RECORDS = 20_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tail:
-    """What was logged and not acknowledged at one moment, for a checkpoint: the node's disk dies with the node.
-
-    Attributes:
-        thinner: The snapshot before the first record.
-        records: Timestamp in ms, step, values; in their order.
-        is_cut: There are more, which only the spool has.
-    """
-
-    thinner: dict[str, Any]
-    records: list[tuple[int, int, dict[str, float]]]
-    is_cut: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as a checkpoint can have it."""
-        return {"thinner": self.thinner, "records": [list(record) for record in self.records]}
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Tail | None":
-        """Return the tail in a logger's state in a checkpoint; None if there is none."""
-        tail = state.get("tail")
-        if not isinstance(tail, dict):
-            return None
-        records = [(int(timestamp_ms), int(step), dict(values)) for timestamp_ms, step, values in tail["records"]]
-        return cls(thinner=dict(tail["thinner"]), records=records)
+_TRIES = 10
 
 
 class Tracker:
@@ -65,7 +37,10 @@ class Tracker:
         tracking_uri: Of the server that has the run.
         folder: The run's spool. What an earlier process has left in it is sent first.
         new_thinner: Makes the thinner of a run, given the points that it has already.
-        mark: What the run says that it has already.
+        charged: What the run's tags say: the points that each writer may have sent.
+        found: Points that the run had when no writer had come to it.
+        shown: Time in ms and step of the latest value of each key that the run had when it was opened.
+        earlier: Of the same run and process, and closed: this one goes on where it ended. None at first.
         tail: Of the checkpoint that the run is continued from; not used if the folder holds more.
         flush_seconds: A point waits no longer for others to share its request.
         full_record: Keep all records.
@@ -85,7 +60,10 @@ class Tracker:
         folder: Path,
         *,
         new_thinner: Callable[[int], RunThinner],
-        mark: int,
+        charged: Mapping[str, int],
+        found: int = 0,
+        shown: Mapping[str, tuple[int, int]] | None = None,
+        earlier: "Tracker | None" = None,
         tail: Tail | None = None,
         flush_seconds: float,
         full_record: bool = False,
@@ -97,24 +75,47 @@ class Tracker:
         self.run_id = run_id
         self.folder = folder
         self.seconds_blocked = 0.0
+        self._tracking_uri = tracking_uri
         self._warn = warn
         self._on_events = on_events
         self._spool = Spool(folder, warn=warn)
         self._keeps_all = full_record
         self._record: FullRecord | None = None
         try:
-            thinner, spent = self._begin(tracking_uri, new_thinner, mark, tail)
-            progress = load_progress(folder)
-            if full_record or read_run_info(folder).full_record or progress.kept is not None:
+            if tail is not None and not has_run(folder):
+                lay_down(
+                    self._spool,
+                    tail,
+                    run_id=run_id,
+                    tracking_uri=tracking_uri,
+                    shown=shown or {},
+                    found=found,
+                    full_record=full_record,
+                )
+            if not has_run(folder):
+                thinner = self._begin(new_thinner, charged, found, earlier)
+            elif earlier is None:
+                thinner = self._take_over(new_thinner, charged)
+            else:  # the thinner goes on where the server's acknowledgements ended
+                thinner = restore_thinner(load_progress(folder).thinner or read_run_info(folder).thinner)
+            info, progress = read_run_info(folder), load_progress(folder)
+            if full_record or info.full_record or progress.kept is not None:
                 self._record = FullRecord(folder, progress.kept, warn=warn, on_part=on_part)
         except BaseException:
             self._spool.close()
             raise
         self._thinner = thinner
-        self._plan = thinner.newest.thinner.plan()
-        self._used = thinner.used
+        self._plan, self._used = thinner.newest.plan(), thinner.newest.used
         opened = door(tracking_uri)
-        self._charge = Charge(opened, run_id, spent=spent, mark=mark, cap=thinner.newest.thinner.cap)
+        self._charge = Charge(
+            opened,
+            run_id,
+            writer=info.writer,
+            cap=thinner.newest.cap,
+            earlier=info.charged,
+            found=info.found,
+            on_others=lambda num_points: self._writer.ask(lambda asked: asked.spend_elsewhere(num_points)),
+        )
         self._lock = threading.Lock()
         self._writer = Writer(
             self._spool,
@@ -123,6 +124,7 @@ class Tracker:
             run_id,
             progress=progress,
             before_send=self._charge,
+            settle=self._charge.settle,
             observe=self._observe,
             record=self._record,
             warn=warn,
@@ -132,36 +134,47 @@ class Tracker:
         self._is_closed = False
 
     def _begin(
-        self, tracking_uri: str, new_thinner: Callable[[int], RunThinner], mark: int, tail: Tail | None
-    ) -> tuple[RunThinner, int]:
-        """Return the thinner at the progress, and how many points the run may have beside those sent of the spool."""
-        new = new_thinner(mark)
-        try:
-            info = read_run_info(self.folder)
-        except ValueError:  # nothing is left
-            if tail is None:
-                write_run_info(
-                    self.folder,
-                    RunInfo(
-                        run_id=self.run_id,
-                        tracking_uri=tracking_uri,
-                        thinner=new.snapshot(),
-                        full_record=self._keeps_all,
-                    ),
-                )
-                return RunThinner.from_snapshot(new.snapshot()), new.used
-            lay_down(self._spool, tail, run_id=self.run_id, tracking_uri=tracking_uri)
-            info, num_left = read_run_info(self.folder), self._spool.num_appended
+        self,
+        new_thinner: Callable[[int], RunThinner],
+        charged: Mapping[str, int],
+        found: int,
+        earlier: "Tracker | None",
+    ) -> RunThinner:
+        """Return the thinner of a folder that has nothing of the run."""
+        self._spool.release(Position(self._spool.end.segment + 1, 0))  # nobody knows whose it is
+        writer, num_charged = new_writer(), 0
+        if earlier is None:
+            thinner = new_thinner(sum(charged.values()) + found)
         else:
-            num_left = self._spool.count_left(load_progress(self.folder).position)
+            thinner = restore_thinner(earlier._thinner.snapshot())  # noqa: SLF001
+            thinner.begin_anew()
+            writer, num_charged = earlier._charge.writer, earlier._charge.own  # noqa: SLF001
+        info = RunInfo(
+            run_id=self.run_id,
+            tracking_uri=self._tracking_uri,
+            thinner=thinner.snapshot(),
+            full_record=self._keeps_all,
+            writer=writer,
+            charged=num_charged,
+            found=found,
+        )
+        write_run_info(self.folder, info)
+        return thinner
+
+    def _take_over(self, new_thinner: Callable[[int], RunThinner], charged: Mapping[str, int]) -> RunThinner:
+        """Return the thinner of a folder that has what another process has left, or a tail."""
         progress = load_progress(self.folder)
-        thinner = RunThinner.from_snapshot(progress.thinner or info.thinner)
-        # Another machine may have sent what this folder and the tail know nothing of; the mark counts it.
-        spent = spent_elsewhere(info, progress, mark)
-        thinner.hand_over(new, after=num_left, spent=spent + progress.num_sent)
+        info = charged_anew(self.folder, read_run_info(self.folder), progress)
+        num_left = self._spool.count_left(progress.position)
+        elsewhere = sum(points for writer, points in charged.items() if writer != info.writer) + info.charged
+        if BEFORE not in charged:
+            elsewhere += info.found
+        thinner = restore_thinner(progress.thinner or info.thinner)
+        new = new_thinner(elsewhere + progress.num_sent)
+        thinner.hand_over(new, after=num_left, elsewhere=elsewhere)
         # Before the first record of this attempt, or the next one would not know where it begins.
         save_progress(self.folder, replace(progress, thinner=thinner.snapshot()))
-        return thinner, spent
+        return thinner
 
     # ---- logging -----------------------------------------------------------------------------------------------------
 
@@ -198,55 +211,49 @@ class Tracker:
 
     @property
     def used(self) -> int:
-        """Points charged to the run; never less than were sent."""
+        """Points that the run has by now, those included that it may still get of what is logged already."""
         with self._lock:
-            return max(self._used, self._charge.mark)
+            return self._used
 
     @property
     def stats(self) -> WriterStats:
         """What became of what was logged."""
         return self._writer.stats()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the thinner's state, for another tracker of the run. After `close`."""
-        return self._thinner.snapshot()
-
     def tail(self) -> Tail:
-        """Return what is not acknowledged yet, as far as it belongs into a checkpoint."""
-        for _ in range(10):
+        """Return what is not acknowledged yet, as far as it belongs into a checkpoint.
+
+        Raises:
+            OSError: The folder cannot be read.
+            ValueError: It holds no run.
+        """
+        for _ in range(_TRIES):
             progress = load_progress(self.folder)
             snapshot = progress.thinner or read_run_info(self.folder).thinner
-            records = LeftRecords(self.folder)
-            try:
-                read = records.read(progress.position, _MAX_TAIL_RECORDS + 1)
-            except OSError:
-                continue
-            finally:
-                records.close()
-            if load_progress(self.folder).position.segment > max(1, progress.position.segment):
-                continue  # the writer has deleted a segment meanwhile
-            kept = [(record.timestamp_ms, record.step, dict(record.values)) for _, record in read[:_MAX_TAIL_RECORDS]]
-            return Tail(thinner=dict(snapshot), records=kept, is_cut=len(read) > len(kept))
+            if (copied := copy_tail(self.folder, progress.position)) is not None:
+                pieces, is_cut = copied
+                return Tail(thinner=snapshot, pieces=pieces, is_cut=is_cut)
         raise OSError(f"{self.folder} cannot be read.")
 
     # ---- what changes ------------------------------------------------------------------------------------------------
 
     def set_horizon(self, horizon: int | None) -> None:
         """Say which step is the run's last."""
-        self._writer.ask(lambda thinner: thinner.newest.thinner.set_horizon(horizon))
+        self._writer.ask(lambda thinner: thinner.newest.set_horizon(horizon))
 
-    def set_system(self, points: int) -> None:
-        """Say how many points system metrics will take."""
-        self._writer.ask(lambda thinner: thinner.newest.thinner.set_system(points))
+    def roll_back(self, step: int, beyond: Mapping[str, int]) -> None:
+        """Go on from an earlier step than was reached.
 
-    def roll_back(self, beyond: Mapping[str, int]) -> None:
-        """Go on from an earlier step than these keys have values of."""
-        self._writer.ask(lambda thinner: thinner.roll_back(beyond))
+        Args:
+            step: The last one that still counts.
+            beyond: Keys to the later steps that the server has values of. What is left in the folder is known here.
+        """
+        self._writer.ask(lambda thinner: thinner.roll_back(step, beyond))
 
     # ---- on the writer's thread --------------------------------------------------------------------------------------
 
     def _observe(self, thinner: RunThinner) -> None:
-        plan, used = thinner.thinner.plan(), thinner.used
+        plan, used = thinner.newest.plan(), thinner.newest.used
         with self._lock:
             self._plan, self._used = plan, used
         for text in thinner.thinner.warnings_due():
@@ -258,28 +265,13 @@ class Tracker:
             self._on_events(events)
 
 
-def lay_down(spool: Spool, tail: Tail, *, run_id: str, tracking_uri: str) -> None:
-    """Put a tail into a spool that is no run's yet.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    spool.release(Position(spool.end.segment + 1, 0))  # of a tail that was not laid down to its end
-    for timestamp_ms, step, values in tail.records:
-        spool.append(timestamp_ms, step, values)
-    # Last: who finds it finds all.
-    write_run_info(spool.folder, RunInfo(run_id=run_id, tracking_uri=tracking_uri, thinner=tail.thinner))
-
-
-def spent_elsewhere(info: RunInfo, progress: Progress, mark: int) -> int:
-    """Return how many points a run may have beside those sent of a spool.
-
-    Args:
-        info: The spool's.
-        progress: The spool's.
-        mark: What the run's tag says: it counts what was sent of this spool, and from other machines.
-    """
-    return max(restore_thinner(info.thinner).used, mark - progress.num_sent)
+def has_run(folder: Path) -> bool:
+    """Return whether a spool's folder holds what somebody has logged into a run."""
+    try:
+        read_run_info(folder)
+    except ValueError:
+        return False
+    return True
 
 
 def restore_thinner(snapshot: Mapping[str, Any]) -> RunThinner:

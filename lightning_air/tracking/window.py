@@ -1,8 +1,12 @@
 """One metric's window of steps: sums of the values logged in it, from which its points are made."""
 
+import sys
 from typing import Any, Literal, NamedTuple
 
 Aggregate = Literal["mean", "min", "max", "last"]
+
+SCALE = 2.0**-32
+"""Of a window's sum: that of 2**32 finite values is finite too. A power of two, so it costs no digit above 1e-298."""
 
 
 class Event(NamedTuple):
@@ -30,7 +34,7 @@ class Window:
         step: The last one logged.
         timestamp_ms: When that was.
         count: How many finite values it holds.
-        total: Their sum.
+        total: Their sum, times `SCALE`.
         low: The least of them.
         high: The greatest of them.
         last: The last of them.
@@ -70,9 +74,11 @@ class Window:
     def aggregate(self, aggregate: Aggregate) -> float:
         """Return an aggregate of the finite values; there must be one."""
         if aggregate == "mean":
-            mean = self.total / self.count
-            # The sum of large numbers may overflow though they are finite. A point has to be.
-            return mean if mean - mean == 0.0 else self.last
+            if self.count == 1:
+                return self.last
+            mean = self.total / self.count / SCALE
+            # The mean of the very largest numbers may be rounded up to infinity. A point is finite.
+            return max(-sys.float_info.max, min(mean, sys.float_info.max))
         if aggregate == "min":
             return self.low
         return self.high if aggregate == "max" else self.last

@@ -8,12 +8,13 @@ Not a number and infinite values are kept out of the aggregates. They are counte
 `nonfinite/<name>` and events.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lightning_air.tracking.metric_names import NONFINITE, plain_key
 from lightning_air.tracking.points import Point
 from lightning_air.tracking.strides import Strides
-from lightning_air.tracking.window import Aggregate, Event, Window
+from lightning_air.tracking.window import SCALE, Aggregate, Event, Window
 
 MAX_EVENTS_PER_METRIC = 5
 
@@ -23,6 +24,7 @@ class Windows:
 
     Attributes:
         strides: Where windows end, and what is left for them.
+        key_of: Gives a metric's aspect its key, as `plain_key` does.
         events: Of values that are not finite; whoever takes them clears the list.
         num_windows: Windows that became points.
         num_thinned: Values that such a window held beside its first.
@@ -31,6 +33,7 @@ class Windows:
 
     def __init__(self, strides: Strides, aggregates: tuple[Aggregate, ...]) -> None:
         self.strides = strides
+        self.key_of: Callable[[str, str], str] = plain_key
         self.events: list[Event] = []
         self.num_windows = self.num_thinned = self.num_dropped = 0
         self._first, *self._others = aggregates
@@ -48,11 +51,6 @@ class Windows:
     def num_pending(self) -> int:
         """Values in open windows."""
         return sum(window.num_values for window in self._windows.values())
-
-    @property
-    def num_nonfinite(self) -> dict[str, int]:
-        """How many values of each metric were not finite; only metrics that had any."""
-        return {key: window.num_events for key, window in self._windows.items() if window.num_events}
 
     def register(self, keys: Iterable[str], step: int) -> None:
         """Make metrics known, all of a record before their first window, so that one plan is made for all."""
@@ -92,7 +90,7 @@ class Windows:
                 self._add_nonfinite(window, value)
                 continue
             window.count += 1
-            window.total += value
+            window.total += value * SCALE
             window.last = value
             if has_extremes:
                 window.low = min(window.low, value)
@@ -109,6 +107,20 @@ class Windows:
         """Close all windows now, in the order in which the metrics appeared."""
         for key in self._windows:
             self.close(key, points)
+
+    def forget_shown(self, latest: Mapping[str, tuple[int, int]]) -> None:
+        """Empty the windows that are shown already, with what followed in them.
+
+        Args:
+            latest: Time in ms and step of the latest value that is shown of each key.
+        """
+        for window in self._windows.values():
+            now = (window.timestamp_ms, window.step)
+            aspect = "" if window.count else NONFINITE
+            if window.num_values and now < latest.get(self.key_of(window.key, aspect), now):
+                self.strides.refund(self.strides.points_per_window)
+                self.num_thinned += window.num_values
+                window.empty()
 
     def sweep(self, step: int, before_ms: int, points: list[Point]) -> None:
         """Close the windows that a step lies beyond, or before, if nothing was logged in them since a time."""
@@ -156,10 +168,10 @@ class Windows:
     def _close(self, window: Window, points: list[Point]) -> None:
         step, timestamp_ms, count = window.step, window.timestamp_ms, window.count
         if count:
-            points.append(Point(window.key, window.aggregate(self._first), timestamp_ms, step))
+            points.append(Point(self.key_of(window.key, ""), window.aggregate(self._first), timestamp_ms, step))
             if self._others:
                 points += [
-                    Point(f"{window.key}/{aggregate}", window.aggregate(aggregate), timestamp_ms, step)
+                    Point(self.key_of(window.key, aggregate), window.aggregate(aggregate), timestamp_ms, step)
                     for aggregate in self._others
                 ]
         else:
@@ -167,7 +179,8 @@ class Windows:
         if num_nonfinite := window.num_nonfinite:
             # A window of nothing else has paid for this point.
             if not count or self.strides.charge_one(step):
-                points.append(Point(f"nonfinite/{window.key}", float(num_nonfinite), timestamp_ms, step))
+                key = self.key_of(window.key, NONFINITE)
+                points.append(Point(key, float(num_nonfinite), timestamp_ms, step))
                 count += num_nonfinite
             else:
                 self.num_dropped += num_nonfinite

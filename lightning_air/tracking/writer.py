@@ -28,6 +28,7 @@ FLUSH_SECONDS = 5.0
 THREAD_NAME = "lightning-air-tracking"
 
 _POLL_SECONDS = 0.2
+_SETTLE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,9 @@ class WriterStats:
 
     Attributes:
         num_sent: Points that the server has acknowledged.
-        num_thinned: Values that are in no point of their own.
+        num_thinned: Values that are in a point with others before them.
+        num_over_budget: Values that are in no point, since the budget had none left.
+        num_cut: Points that were made and not sent, since others had used the run's budget up.
         num_set_aside: Points that the server refuses.
         num_pending_points: Points made but not acknowledged.
         num_pending_records: Records that no point was made of yet.
@@ -49,6 +52,8 @@ class WriterStats:
 
     num_sent: int
     num_thinned: int
+    num_over_budget: int
+    num_cut: int
     num_set_aside: int
     num_pending_points: int
     num_pending_records: int
@@ -76,8 +81,10 @@ class Writer(Generic[ThinnerT]):
         door: To the server.
         run_id: MLflow's.
         progress: Where to begin; None for a new spool.
-        before_send: Told how many points of this spool will have been sent, before they are. What it raises is an
-            outage: nothing is sent before it has returned. On the writer's thread.
+        before_send: Told how many points of this spool are to have been sent, before they are; returns how many may be.
+            What it raises is an outage: nothing is sent before it has returned. On the writer's thread.
+        settle: Told at a clean end how many points of this spool the run may have at most, and how many seconds there
+            are for it. What it raises is only logged. On the writer's thread.
         observe: Given the thinner after it has got records, on the writer's thread.
         record: Given every record; None for no full record.
         warn: Told of trouble.
@@ -96,7 +103,8 @@ class Writer(Generic[ThinnerT]):
         run_id: str,
         *,
         progress: Progress | None = None,
-        before_send: Callable[[int], object] = lambda _: None,
+        before_send: Callable[[int], int] = lambda num_points: num_points,
+        settle: Callable[[int, float], object] = lambda *_: None,
         observe: Callable[[ThinnerT], object] = lambda _: None,
         record: FullRecord | None = None,
         warn: Warn | None = None,
@@ -121,6 +129,7 @@ class Writer(Generic[ThinnerT]):
             warn=self._warn,
             clock=clock,
         )
+        self._settle = settle
         self._state = threading.Condition()
         self._num_flushes = self._num_flushed = 0
         self._is_complete = self._is_ended = False
@@ -169,7 +178,9 @@ class Writer(Generic[ThinnerT]):
         delivery, sending = self._delivery, self._sender.stats
         return WriterStats(
             num_sent=delivery.progress.num_sent + delivery.num_sent_in_part,
-            num_thinned=max(0, delivery.progress.num_thinned + delivery.num_thinned_since),
+            num_thinned=delivery.counts.thinned,
+            num_over_budget=delivery.counts.dropped,
+            num_cut=delivery.progress.num_cut + delivery.num_cut_in_part,
             num_set_aside=delivery.progress.num_set_aside,
             num_pending_points=delivery.num_pending_points,
             num_pending_records=max(0, delivery.num_left + self._source.num_appended - delivery.num_read),
@@ -200,6 +211,17 @@ class Writer(Generic[ThinnerT]):
         with self._state:
             self._is_ended = True
             self._state.notify_all()
+        if self._is_complete:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        progress = self._delivery.progress
+        seconds = max(1.0, min(_SETTLE_SECONDS, self._patience.seconds_left))
+        try:
+            # What was cut may have been sent by an earlier process that did not live to note it.
+            self._settle(progress.num_sent + progress.num_cut, seconds)
+        except Exception:
+            logger.debug("What was charged ahead stays charged.", exc_info=True)
 
     def _try(self, call: Callable[[], bool | None]) -> bool | None:
         """Return what the call returns, or None if it failed."""

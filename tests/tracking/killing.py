@@ -17,10 +17,11 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from lightning_air import AirMLflowLogger
-from lightning_air.tracking.charging import MARK_TAG, mark_of
+from lightning_air.tracking.charging import charges_of
 from lightning_air.tracking.run_thinner import RunThinner
 from lightning_air.tracking.thinning import Thinner
-from lightning_air.tracking.tracker import Tail, Tracker
+from lightning_air.tracking.tails import Tail
+from lightning_air.tracking.tracker import Tracker
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.window import Event
 from tests.kit.mlflow_server import MlflowServer
@@ -36,7 +37,10 @@ def open_tracker(
     run_id: str,
     folder: Path,
     *,
-    mark: int = 0,
+    charged: Mapping[str, int] | None = None,
+    found: int = 0,
+    shown: Mapping[str, tuple[int, int]] | None = None,
+    earlier: Tracker | None = None,
     tail: Tail | None = None,
     prefix: str = "",
     flush_seconds: float = 0.1,
@@ -52,7 +56,10 @@ def open_tracker(
         tracking_uri,
         folder,
         new_thinner=lambda spent: RunThinner(Thinner(spent=spent, **chosen), prefix=prefix),
-        mark=mark,
+        charged=charged or {},
+        found=found,
+        shown=shown,
+        earlier=earlier,
         tail=tail,
         flush_seconds=flush_seconds,
         full_record=full_record,
@@ -61,9 +68,14 @@ def open_tracker(
     )
 
 
+def stored_charges(server: MlflowServer, run_id: str) -> dict[str, int]:
+    """Return the points that each writer may have sent, as the run says."""
+    return charges_of(server.tags_of(run_id))
+
+
 def stored_mark(server: MlflowServer, run_id: str) -> int:
     """Return the points that the run says it may have."""
-    return mark_of(server.tags_of(run_id).get(MARK_TAG))
+    return sum(stored_charges(server, run_id).values())
 
 
 class SafeSteps:

@@ -7,10 +7,13 @@ from typing import Any
 
 from lightning_air.tracking.door_errors import DoorError, Refused
 from lightning_air.tracking.points import Point, Record
+from lightning_air.tracking.thinning import Counts
 
 
 class PassThrough:
     """Every value is a point."""
+
+    counts = Counts()
 
     def add(self, record: Record) -> list[Point]:
         return [Point(key, value, record.timestamp_ms, record.step) for key, value in record.values.items()]
@@ -24,6 +27,8 @@ class PassThrough:
 
 class Windows:
     """One point, the mean, of each three values of a metric; so a wrong snapshot gives wrong points."""
+
+    counts = Counts()
 
     def __init__(self, snapshot: Mapping[str, Any] | None = None) -> None:
         self.open: dict[str, list[list[float]]] = json.loads(json.dumps(dict(snapshot or {})))
@@ -80,6 +85,9 @@ class ListDoor:
         self.tags[key] = value
         if self.refuses_all is not None:
             raise Refused(self.refuses_all, blames_content=True)
+
+    def get_tags(self, run_id: str, *, timeout_seconds: float = 30.0) -> dict[str, str]:
+        return dict(self.tags)
 
 
 class FakeTime:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_air.tracking.budget import Budget, Mark, compact, round_step
+from lightning_air.tracking.budget import DEFAULT_CAP, Budget, compact, lease, round_step
 
 points = st.integers(0, 20_000)
 
@@ -29,8 +29,7 @@ def test_the_platform_leaves_us_half_of_the_cap_at_least() -> None:
     budget = Budget(1_000, system=200)
     assert (budget.ours, budget.reserve, budget.for_steps) == (800, 80, 720)
 
-    budget.set_system(700)
-
+    budget = Budget(1_000, system=700)
     assert (budget.ours, budget.reserve, budget.for_steps) == (500, 50, 450)
 
 
@@ -111,43 +110,21 @@ def test_steps_are_never_rounded_up(step: int, text: str) -> None:
     assert round_step(step) == text
 
 
-# ---- the mark --------------------------------------------------------------------------------------------------------
+# ---- charging ahead --------------------------------------------------------------------------------------------------
 
 
-def test_the_mark_is_raised_ahead_by_a_lease() -> None:
-    mark = Mark(1_000_000)
-
-    assert mark.needs_raise(0) is None
-    assert mark.needs_raise(1) == 1_001
-    mark.raised(1_001)
-    assert mark.needs_raise(1_001) is None
-    assert mark.needs_raise(1_002) == 2_002
+def test_a_lease_is_a_thousandth_of_the_cap_and_shrinks_with_what_is_left() -> None:
+    assert lease(DEFAULT_CAP, DEFAULT_CAP) == 10_000
+    assert lease(DEFAULT_CAP, 1_000_000) == 10_000
+    assert lease(DEFAULT_CAP, 5_000) == 50
+    assert lease(DEFAULT_CAP, 99) == lease(DEFAULT_CAP, -1_000) == lease(100, 100) == 0
 
 
-def test_the_mark_stops_at_the_cap_unless_more_was_charged() -> None:
-    mark = Mark(1_000, lease=100)
+@given(cap=st.integers(1, 10**8), num_killed=st.integers(0, 2_000))
+def test_leases_that_are_lost_leave_most_of_what_is_left(cap: int, num_killed: int) -> None:
+    left = cap
+    for _ in range(num_killed):
+        left -= lease(cap, left)
 
-    assert mark.needs_raise(950) == 1_000
-    assert mark.needs_raise(1_050) == 1_050
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 300), max_size=200), st.integers(1, 5_000), st.integers(1, 500))
-def test_the_mark_covers_what_was_charged_and_errs_by_a_lease_at_most(charges: list[int], cap: int, lease: int) -> None:
-    mark, used, num_writes = Mark(cap, lease=lease), 0, 0
-    for charge in charges:
-        used += charge
-        if (to := mark.needs_raise(used)) is not None:
-            mark.raised(to)
-            num_writes += 1
-
-    assert used <= mark.value <= used + lease
-    assert used > cap or num_writes <= used / lease + 1
-
-
-def test_the_mark_never_falls() -> None:
-    mark = Mark(1_000, value=500)
-
-    mark.raised(400)
-
-    assert mark.value == 500
+    assert left >= cap * 0.99**num_killed
+    assert left >= min(cap, 99)

@@ -25,7 +25,7 @@ from lightning_air.tracking.spool_folder import (
 
 law = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 SOME = Progress(
-    position=Position(3, 1040), thinner={"open": {"loss": [0.5, 3]}}, num_sent=7, num_set_aside=1, num_thinned=40
+    position=Position(3, 1040), thinner={"open": {"loss": [0.5, 3]}}, num_sent=7, num_set_aside=1, num_cut=40
 )
 count = st.integers(0, 2**60)
 snapshots = st.none() | st.dictionaries(st.text(), st.floats(allow_nan=False) | st.text() | st.lists(st.integers()))
@@ -39,7 +39,7 @@ snapshots = st.none() | st.dictionaries(st.text(), st.floats(allow_nan=False) | 
         thinner=snapshots,
         num_sent=count,
         num_set_aside=count,
-        num_thinned=count,
+        num_cut=count,
     )
 )
 def test_what_was_saved_is_loaded(progress: Progress) -> None:
@@ -66,7 +66,7 @@ def test_a_file_that_was_cut_is_damaged(data: st.DataObject) -> None:
         assert load_progress(Path(folder)) == Progress()
 
 
-GOOD = {"version": 1, "position": [3, 16], "thinner": None, "num_sent": 1, "num_set_aside": 0, "num_thinned": 0}
+GOOD = {"version": 1, "position": [3, 16], "thinner": None, "num_sent": 1, "num_set_aside": 0, "num_cut": 0}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,7 @@ GOOD = {"version": 1, "position": [3, 16], "thinner": None, "num_sent": 1, "num_
         GOOD | {"num_sent": None},
         GOOD | {"num_sent": -1},
         GOOD | {"num_sent": 1.5},
+        GOOD | {"num_cut": -1},
         GOOD | {"more": 1},
     ],
     ids=repr,

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from lightning_air.tracking.door import open_door
+from lightning_air.tracking.charging import Charge, charges_of, writer_tag
+from lightning_air.tracking.door import Door, open_door
 from lightning_air.tracking.door_errors import Refused, Unreachable
 from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.points import Point, Record
 from lightning_air.tracking.progress import load_progress
 from lightning_air.tracking.replaying import replay
 from lightning_air.tracking.spool import Spool
-from lightning_air.tracking.spool_folder import RunInfo, write_run_info
+from lightning_air.tracking.spool_folder import RunInfo, read_run_info, write_run_info
 from lightning_air.tracking.thinning import Thinner
 from lightning_air.tracking.writer import Writer
 from tests.kit.faulty_proxy import Fault, FaultyProxy, faulty_proxy
@@ -188,10 +189,39 @@ def test_what_the_server_does_not_take_at_all_is_kept_without_waiting_for_ever(t
 
 
 def test_points_are_charged_here_too(tmp_path: Path) -> None:
-    totals: list[int] = []
-    replay_to(ListDoor(), left(tmp_path, num_steps=900), before_send=totals.append)
-    assert totals == sorted(totals)
-    assert totals[-1] == 3000
+    door = ListDoor()
+    folder = left(tmp_path, num_steps=900)
+    asked: list[RunInfo] = []
+
+    def charge_for(info: RunInfo, door: Door) -> Charge:
+        asked.append(info)
+        return Charge(door, info.run_id, writer=info.writer, cap=2_000)
+
+    result = replay_to(door, folder, charge_for=charge_for, warn=(warnings := Warnings()))
+
+    assert result.is_complete
+    assert len(door.stored) == 2_000 == result.stats.num_sent
+    assert result.stats.num_cut == 1_000
+    assert "budget is used up by all that log into it: 1,000 points are dropped now" in warnings.text
+    assert asked[0].run_id == "run"
+    assert charges_of(door.tags) == {asked[0].writer: 2_000}
+
+
+def test_a_lost_progress_leaves_its_writer_charged(tmp_path: Path) -> None:
+    """Nobody knows any more what it has sent, so that what is sent now is charged to another one."""
+    folder, door = left(tmp_path), ListDoor()
+    before = read_run_info(folder).writer
+    door.tags[writer_tag(before)] = "500"
+    (folder / "progress.json").write_text("{")
+
+    result = replay_to(
+        door, folder, charge_for=lambda info, door: Charge(door, info.run_id, writer=info.writer, cap=2_000)
+    )
+
+    assert result.is_complete
+    charges = charges_of(door.tags)
+    assert charges.pop(before) == 500
+    assert [*charges.values()] == [len(door.stored)]
 
 
 def test_the_folder_of_a_living_process_is_left_alone(tmp_path: Path) -> None:

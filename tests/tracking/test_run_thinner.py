@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_air.tracking.metric_names import is_valid_key, valid_key
 from lightning_air.tracking.points import Point, Record
 from lightning_air.tracking.run_thinner import RunThinner
-from lightning_air.tracking.thinning import Thinner
+from lightning_air.tracking.thinning import Counts, Thinner
 
 # "loss$" becomes "loss_-<hash>", which is what the last one is called.
 NAMES = ("loss", "val/loss", "loss$", "../up", "x" * 251, "", valid_key("loss$"))
@@ -90,38 +90,38 @@ def test_a_snapshot_at_any_moment_goes_on_with_the_same_points(
     left, records = both
     other, restart = saved(thinner), data.draw(st.integers(0, len(left) + len(records)))
     handed, rolled = (data.draw(st.integers(0, len(left))) for _ in range(2))
-    spent = data.draw(st.integers(0, 300))
+    spent, step = data.draw(st.integers(0, 300)), data.draw(st.integers(0, 300))
     for index, record in enumerate([*left, *records]):
         if index == restart:
             other = saved(other)
         for each in (thinner, other):
             if index == handed:
-                each.hand_over(saved(follower), after=len(left) - index, spent=spent)
+                each.hand_over(saved(follower), after=len(left) - index, elsewhere=spent)
             if index == rolled:
-                each.roll_back(beyond)
+                each.roll_back(step, beyond)
         assert repr(other.add(record)) == repr(thinner.add(record))
     other = saved(other)
     assert repr(other.flush()) == repr(thinner.flush())
     assert other.take_events() == thinner.take_events()
-    assert other.used == thinner.used
+    assert other.thinner.used == thinner.thinner.used
     assert json.dumps(other.snapshot()) == json.dumps(thinner.snapshot())
 
 
 def test_a_snapshot_is_a_copy() -> None:
     thinner = RunThinner(Thinner(step=1))
-    thinner.hand_over(RunThinner(Thinner(step=1)), after=5, spent=0)
+    thinner.hand_over(RunThinner(Thinner(step=1)), after=5, elsewhere=0)
     before = json.dumps(snapshot := thinner.snapshot())
 
     thinned(thinner, every_step(range(3), "a"))
 
     assert json.dumps(snapshot) == before
-    assert RunThinner.from_snapshot(snapshot).used == 0
+    assert RunThinner.from_snapshot(snapshot).thinner.used == 0
 
 
 def test_a_snapshot_of_another_version_is_refused() -> None:
     snapshot = RunThinner(Thinner()).snapshot() | {"version": 99}
 
-    with pytest.raises(ValueError, match="version 1, got 99"):
+    with pytest.raises(ValueError, match="version 2, got 99"):
         RunThinner.from_snapshot(snapshot)
 
 
@@ -185,27 +185,21 @@ def test_each_attempt_s_records_are_thinned_with_its_own_options(
     both = saved(first)
     points = thinned(both, left[:killed])
     both = saved(both)
-    both.hand_over(saved(second), after=len(left) - killed, spent=len(points))
+    both.hand_over(saved(second), after=len(left) - killed, elsewhere=len(points))
     points += thinned(both, left[killed:])
     points += thinned(both, records)
     points += both.flush()
 
     alone = thinned(first, left) + first.flush()
     assert repr(points[: len(alone)]) == repr(alone)
-    num_values = sum(math.isfinite(value) for record in records for value in record.values.values())
-    keys = {point.key for point in points[len(alone) :]}
-    assert bool(keys) >= bool(num_values)
-    separator = "-" if second.prefix else ""
-    assert all(
-        key.startswith(("nonfinite/", second.prefix.replace("$", "_") + separator)) or "$" in second.prefix
-        for key in keys
-    )
+    after = thinned(second, records) + second.flush()
+    assert Counter(point.key for point in points[len(alone) :]) == Counter(point.key for point in after)
 
 
 def test_a_new_attempt_has_its_own_step_and_prefix_from_its_first_record_on() -> None:
     thinner = RunThinner(Thinner(step=10, exempt=()), prefix="old")
     points = thinned(thinner, every_step(range(25), "a"))
-    thinner.hand_over(RunThinner(Thinner(step=5, exempt=()), prefix="new"), after=10, spent=2)
+    thinner.hand_over(RunThinner(Thinner(step=5, exempt=()), prefix="new"), after=10, elsewhere=2)
     points += thinned(saved(thinner), every_step(range(25, 50), "a"))
 
     thinner = saved(thinner)
@@ -218,37 +212,45 @@ def test_a_new_attempt_has_its_own_step_and_prefix_from_its_first_record_on() ->
     ]
 
 
-def test_a_thinner_with_one_to_take_over_hands_the_newest_on() -> None:
-    """A stage of training that could not send what was left is followed by another stage."""
-    stage, follower = (RunThinner(Thinner(step=1, exempt=()), prefix=prefix) for prefix in ("old", "new"))
-    stage.hand_over(follower, after=10, spent=0)
-    thinner = RunThinner(Thinner(step=1, exempt=()), prefix="old")
-    thinner.hand_over(saved(stage), after=0, spent=0)
+def test_two_names_that_would_share_a_key_have_one_each() -> None:
+    thinner = RunThinner(Thinner(step=10, aggregate=("mean", "max"), exempt=()))
+    values = {"loss": 1.0, "loss/max": -1.0, "x": math.nan, "nonfinite/x": 7.0}
+    points = [point for step in range(20) for point in thinner.add(Record(step, step, values))]
+    points += saved(thinner).flush()
 
-    points = thinned(thinner, every_step(range(2), "a")) + thinner.flush()
-
-    assert {point.key for point in points} == {"new-a"}
+    by_moment = Counter((point.key, point.step) for point in points)
+    assert set(by_moment.values()) == {1}
+    shown = defaultdict(set)
+    for point in points:
+        shown[point.key].add(point.value)
+    assert all(len(found) == 1 for found in shown.values())
+    assert shown["loss"] == shown["loss/max"] == {1.0}
+    assert len(shown) == 2 * 3 + 1  # two aggregates of three metrics, and the count of what is not finite
+    assert "max of loss" not in (renamed := thinner.take_renamed())
+    assert {"loss/max", "nonfinite/x"} <= {name.removeprefix("nonfinite of ") for name in renamed} | {"nonfinite/x"}
 
 
 def test_what_changes_concerns_the_attempt_that_is_to_take_over() -> None:
     thinner = RunThinner(Thinner())
-    thinner.hand_over(RunThinner(Thinner()), after=1, spent=0)
-    thinner.hand_over(RunThinner(Thinner(max_metric_steps=5)), after=2, spent=0)
+    thinner.hand_over(RunThinner(Thinner()), after=1, elsewhere=0)
+    thinner.hand_over(RunThinner(Thinner(max_metric_steps=5)), after=2, elsewhere=0)
     before = thinner.thinner.snapshot()
 
-    thinner.newest.thinner.set_horizon(1_000)
+    thinner.newest.set_horizon(1_000)
+    thinner.spend_elsewhere(3)
 
     assert thinner.thinner.snapshot() == before
-    assert thinner.newest.thinner.cap == 5
+    assert thinner.newest.cap == 5
     thinned(thinner, every_step(range(3), "a"))
-    assert thinner.newest is thinner
+    assert thinner.newest is thinner.thinner
+    assert thinner.thinner.spent == 3 + 2  # and what was left
     assert thinner.thinner.cap == 5
     assert thinner.snapshot()["thinner"]["steps"]["strides"]["horizon"] == 1_000
 
 
 def test_events_of_an_earlier_attempt_are_not_lost() -> None:
     thinner = RunThinner(Thinner(exempt=()))
-    thinner.hand_over(RunThinner(Thinner(exempt=())), after=1, spent=0)
+    thinner.hand_over(RunThinner(Thinner(exempt=())), after=1, elsewhere=0)
     thinner.add(Record(1, 1, {"a": math.nan}))
     thinner.add(Record(2, 2, {"a": math.inf}))
 
@@ -257,64 +259,69 @@ def test_events_of_an_earlier_attempt_are_not_lost() -> None:
     assert thinner.take_events() == []
 
 
-# ---- the cap ---------------------------------------------------------------------------------------------------------
+# ---- the budget ------------------------------------------------------------------------------------------------------
 
 
-@law
-@given(
-    cap=st.integers(1, 120),
-    step=st.just("auto") | st.integers(1, 5),
-    attempts=st.lists(logs(names=("a", "b", "val/c")), min_size=1, max_size=4),
-    data=st.data(),
-)
-def test_the_cap_holds_over_attempts_that_go_back_to_any_earlier_moment(
-    cap: int, step: Any, attempts: list[list[Record]], data: st.DataObject
-) -> None:
-    """Each attempt resumes from a snapshot of any earlier one, as from a checkpoint; they share the mark only."""
-    stored: set[Point] = set()
-    moments: list[tuple[RunThinner, list[Record]]] = []
-    mark = 0
-    for number, records in enumerate(attempts):
-        new = RunThinner(Thinner(step=step, max_metric_steps=cap, spent=mark))
-        if moments:
-            thinner, left = data.draw(st.sampled_from(moments))
-            thinner = saved(thinner)
-            thinner.hand_over(new, after=len(left), spent=mark)
-        else:
-            thinner, left = new, []
-        own = [Record(record.timestamp_ms + 10**6 * number, record.step, record.values) for record in records]
-        todo, sent_since = [*left, *own], 0
-        killed = data.draw(st.integers(0, len(todo)))
-        if data.draw(st.booleans()):
-            thinner.roll_back({"a": 10**4, "b": 10**4})
-        base = mark
-        acknowledged = 0
-        for index, record in enumerate(todo[:killed]):
-            if data.draw(st.integers(0, 4)) == 0:
-                acknowledged = index
-                moments.append((saved(thinner), todo[index : data.draw(st.integers(index, killed))]))
-            points = thinner.add(record)
-            sent_since += len(points)
-            mark = max(mark, base + sent_since)
-            stored |= set(points)
-        if killed == len(todo) and data.draw(st.booleans()):
-            points = thinner.flush()
-            mark = max(mark, base + sent_since + len(points))
-            stored |= set(points)
-        assert acknowledged <= killed
-        assert len(stored) <= mark
-        assert len(stored) <= cap
-
-
-def test_points_of_an_earlier_attempt_are_dropped_where_another_machine_has_used_the_budget_up() -> None:
+def test_who_takes_over_plans_with_what_is_left_after_all_others() -> None:
     thinner = RunThinner(Thinner(step=1, max_metric_steps=100, reserve=0, exempt=()))
     points = thinned(thinner, every_step(range(10), "a"))
-    thinner.hand_over(RunThinner(Thinner(step=1, max_metric_steps=100, reserve=0, exempt=())), after=20, spent=95)
+    thinner.hand_over(RunThinner(Thinner(step=1, max_metric_steps=100, reserve=0, exempt=())), after=5, elsewhere=60)
 
-    points = thinned(thinner, every_step(range(10, 60), "a")) + thinner.flush()
+    points += thinned(thinner, every_step(range(10, 500), "a")) + thinner.flush()
 
-    assert len(points) == 5
-    assert thinner.used >= 100
+    assert [point.step for point in points[:15]] == [*range(15)], "what was left is thinned as it would have been"
+    assert 60 + len(points) <= thinner.thinner.used == 100
+    assert points[-1].step > 400
+
+
+def test_what_others_take_meanwhile_is_planned_for() -> None:
+    thinner = RunThinner(Thinner(max_metric_steps=20_000, reserve=0, exempt=()))
+    first = thinned(thinner, every_step(range(1_000), "a"))
+    thinner.spend_elsewhere(18_000)
+    thinner.spend_elsewhere(5)  # a late answer
+
+    points = first + thinned(saved(thinner), every_step(range(1_000, 20_000), "a"))
+
+    assert 18_000 + len(points) <= 20_000
+    assert points[-1].step > 19_000
+
+
+def test_counts_are_of_all_attempts_and_begin_anew_in_a_new_spool() -> None:
+    thinner = RunThinner(Thinner(step=10, exempt=()))
+    thinned(thinner, every_step(range(25), "a"))
+    thinner.hand_over(RunThinner(Thinner(step=5, exempt=())), after=0, elsewhere=0)
+    thinned(thinner, every_step(range(25, 30), "a"))
+    points = saved(thinner).flush()
+
+    assert len(points) == 1
+    thinner.flush()
+    counts = thinner.counts
+    assert (counts.logged, counts.windows, counts.thinned, counts.points) == (30, 4, 26, 4)
+    thinner.begin_anew()
+    assert thinner.counts == Counts()
+    thinned(thinner, every_step(range(30, 33), "a"))
+    assert saved(thinner).counts == Counts(logged=3, pending=3)
+
+
+# ---- on another machine ----------------------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_window_that_the_old_machine_has_sent_whole_makes_no_point() -> None:
+    """The checkpoint was saved at step 84; the attempt that saved it went on to 99, but not with `b`."""
+    old = RunThinner(Thinner(step=10, exempt=()))
+    points = thinned(old, every_step(range(85), "a", "b"))
+    new = saved(old)
+    points += thinned(old, every_step(range(85, 100), "a"))
+    shown = {key: (point.timestamp_ms, point.step) for key, point in latest(points).items()}
+    assert shown["a"][1] == 89
+
+    new.continue_elsewhere(shown)
+    new = saved(new)
+    new.hand_over(RunThinner(Thinner(step=10, exempt=())), after=0, elsewhere=0)
+    again = thinned(new, every_step(range(85, 90), "c")) + new.flush()
+
+    assert [(point.key, point.step) for point in again] == [("b", 84), ("c", 89)]
+    assert new.counts.pending == 0
 
 
 # ---- a roll-back -----------------------------------------------------------------------------------------------------
@@ -337,8 +344,10 @@ def test_the_latest_value_is_the_last_one_logged(
     thinner = RunThinner(Thinner(step=step, exempt=()))
     stored = thinned(thinner, records[:acknowledged])
     thinner = saved(thinner)
-    thinner.hand_over(RunThinner(Thinner(step=step, exempt=())), after=len(records) - acknowledged, spent=len(stored))
-    thinner.roll_back({key: point.step for key, point in latest(stored).items() if point.step > resumed})
+    thinner.hand_over(RunThinner(Thinner(step=step, exempt=())), after=len(records) - acknowledged, elsewhere=len(stored))
+    thinner.roll_back(
+        resumed, {key: point.step for key, point in latest(stored).items() if point.step > resumed}
+    )
 
     again = [
         Record(10**6 + step, step, {"a": 1_000.0 + step}) for step in range(min(resumed, reached) + 1, resumed + stop)
@@ -349,6 +358,8 @@ def test_the_latest_value_is_the_last_one_logged(
 
     found = latest(stored)
     assert found["b"].step == reached
+    steps = [point.step for point in stored if point.key == "b"]
+    assert len(steps) == len({*steps}), "said again though nothing was logged"
     if again:
         last_window = [record.values["a"] for record in again if record.step // step == again[-1].step // step]
         assert found["a"].value == pytest.approx(sum(last_window) / len(last_window))
@@ -357,7 +368,7 @@ def test_the_latest_value_is_the_last_one_logged(
 
 def test_a_value_is_said_again_only_where_it_stays_below_what_the_server_has() -> None:
     thinner = RunThinner(Thinner(step=1, exempt=()), prefix="mine")
-    thinner.roll_back({"mine-a": 100, "mine-b": 5, "mine-c": 100, "mine-never": 100})
+    thinner.roll_back(3, {"mine-a": 100, "mine-b": 5, "mine-c": 100, "mine-never": 100})
     points = thinned(thinner, every_step(range(10), "a", "b"))
     points += thinned(thinner, every_step([100], "c"))
     points += thinned(thinner, every_step(range(101, 103), "b"))
@@ -372,10 +383,11 @@ def test_a_value_is_said_again_only_where_it_stays_below_what_the_server_has() -
 
 def test_what_counts_is_the_highest_step_that_any_attempt_had_reached() -> None:
     thinner = RunThinner(Thinner(step=1, exempt=()))
-    thinner.roll_back({"a": 100, "c": 3})
+    thinner.roll_back(2, {"a": 100, "c": 3})
     thinned(thinner, every_step([*range(10), *range(5)], "a", "b", "c"))
     for _ in range(2):
-        thinner.hand_over(RunThinner(Thinner(step=1, exempt=())), after=0, spent=0)
+        thinner.hand_over(RunThinner(Thinner(step=1, exempt=())), after=0, elsewhere=0)
+        thinner.roll_back(2, {})
         points = thinned(thinner, every_step(range(3), "a", "b", "c"))
 
     points += thinner.flush()
@@ -385,8 +397,8 @@ def test_what_counts_is_the_highest_step_that_any_attempt_had_reached() -> None:
 
 def test_values_are_said_again_at_the_end_of_each_stage_and_charged() -> None:
     thinner = RunThinner(Thinner(step=1, exempt=()))
-    thinner.roll_back({"a": 100, "b": 100})
-    used = thinner.used
+    thinner.roll_back(9, {"a": 100, "b": 100})
+    used = thinner.thinner.used
     assert used == 2
     ends = []
     for stage in range(3):
@@ -394,34 +406,39 @@ def test_values_are_said_again_at_the_end_of_each_stage_and_charged() -> None:
         ends.append([point for point in points if point.step == 100])
     assert [[(point.key, point.value) for point in end] for end in ends] == [[("a", 9.0)], [("a", 19.0)], [("a", 29.0)]]
     assert thinner.flush() == []
-    assert thinner.used >= 30 + 3
+    assert thinner.thinner.used >= 30 + 3
 
 
 def test_who_takes_over_is_charged_for_what_may_be_said_again() -> None:
     thinner = RunThinner(Thinner(step=1, exempt=()))
-    points = thinned(thinner, every_step(range(10), "a", "b"))
-    thinner.roll_back({"c": 5})
-    thinner.hand_over(RunThinner(Thinner(step=1, exempt=())), after=0, spent=len(points))
+    thinned(thinner, every_step(range(10), "a", "b"))
+    thinner.hand_over(RunThinner(Thinner(step=1, exempt=())), after=0, elsewhere=0)
+    thinner.roll_back(4, {"c": 5})
 
-    points += thinned(thinner, every_step(range(3), "a", "b"))
+    thinned(thinner, every_step(range(3), "a", "b"))
 
-    assert thinner.used == 2 * (10 + 3) + len("abc")
+    assert thinner.thinner.used == 2 * (10 + 3) + len("abc")
 
 
 def test_nothing_is_said_again_without_a_roll_back() -> None:
     """A metric may have an axis of its own, that starts anew in each epoch."""
     thinner = RunThinner(Thinner(step=1, exempt=()))
-    points = thinned(thinner, every_step([*range(10), *range(5)], "a")) + thinner.flush()
-    assert [point.step for point in points] == [*range(10), *range(5)]
+    points = thinned(thinner, every_step([*range(10), *range(5)], "a"))
+    thinner.hand_over(RunThinner(Thinner(step=1, exempt=())), after=0, elsewhere=0)
+    points += thinned(thinner, every_step(range(4), "a", start_ms=10_000)) + thinner.flush()
+    assert [point.step for point in points] == [*range(10), *range(5), *range(4)]
 
 
-@pytest.mark.parametrize("cap", range(1, 12))
-def test_nothing_is_said_again_beyond_the_cap(cap: int) -> None:
-    names = [f"m{index}" for index in range(5)]
-    thinner = RunThinner(Thinner(step=10, max_metric_steps=cap, reserve=0, exempt=()))
-    points = thinned(thinner, every_step(range(3), *names))
-    thinner.roll_back(dict.fromkeys(names, 100))
+def test_only_what_is_beyond_the_step_of_a_roll_back_is_said_again() -> None:
+    thinner = RunThinner(Thinner(step=1, exempt=()))
+    points = thinned(thinner, every_step(range(10), "kept", "beyond"))
+    points += thinned(thinner, every_step(range(10, 30), "beyond"))
+    thinner.hand_over(RunThinner(Thinner(step=1, exempt=())), after=0, elsewhere=0)
+    thinner.roll_back(15, {})
+    points = thinned(thinner, every_step(range(4), "kept")) + thinned(thinner, every_step([16, 17], "beyond"))
 
     points += thinner.flush()
 
-    assert 0 < len(points) <= cap
+    ours = [(point.key, point.step, point.value) for point in points[2:]]  # the first two are what was open
+    assert sorted(ours[:-1]) == [("beyond", 16, 16.0), ("beyond", 17, 17.0), *(("kept", step, step) for step in range(4))]
+    assert ours[-1] == ("beyond", 29, 17.0)

@@ -96,7 +96,13 @@ def test_end_when_all_is_well() -> None:
 
 def test_end_when_not() -> None:
     numbers = stats(
-        num_set_aside=3, num_pending_points=5, num_pending_records=70, num_dropped=9, last_error="Connection refused"
+        num_set_aside=3,
+        num_pending_points=5,
+        num_pending_records=70,
+        num_over_budget=4_816,
+        num_cut=12,
+        num_dropped=9,
+        last_error="Connection refused",
     )
     text = end_text(
         place("sqlite:///mlflow.db"),
@@ -113,6 +119,7 @@ def test_end_when_not() -> None:
         (
             "Not on the server: 3 points set aside, which the server refuses; "
             "5 points and 70 records pending, kept for the next attempt or `lightning-air replay` (Connection refused)"
+            "; 4,816 values and 12 points dropped by the budget of metric steps, which is used up"
             "; 9 records dropped for want of disk space."
         ),
         "Best checkpoint: /c/last.ckpt",

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
+from lightning_air.runtime import detect_launch, detect_platform
 from lightning_air.tracking.system_points import (
     VALUES_PER_GPU,
     VALUES_PER_NODE,
     count_system_points,
+    estimate_found_points,
     estimate_system_points,
     points_per_second,
-    project_system_points,
+    system_interval,
     system_warning,
 )
 
-HOUR = 3600.0
 CAP = 10_000_000
 
 
@@ -62,28 +63,63 @@ def test_what_is_there_is_counted_from_the_latest_steps() -> None:
     assert count_system_points([]) == 0
 
 
-def test_what_is_to_come_is_projected_from_what_was() -> None:
-    assert project_system_points(100, elapsed_seconds=HOUR, duration_seconds=10 * HOUR) == 1_000
-    assert project_system_points(100, elapsed_seconds=11 * HOUR, duration_seconds=10 * HOUR) == 100
-    assert project_system_points(100, elapsed_seconds=0) == 100
+def test_what_others_have_logged_is_taken_for_one_point_in_each_step() -> None:
+    latest = [("system/cpu_utilization_percentage", 9), ("loss", 999), ("lr", 0), ("odd", -5)]
+
+    assert estimate_found_points(latest) == 1_000 + 1 + 1
+    assert estimate_found_points([]) == 0
+
+
+AIR = {"NUM_NODES": "2", "LOCAL_WORLD_SIZE": "8", "HYPERPARAMETERS_PATH": "/h", "NODE_RANK": "0"}
+AIR |= {"WORLD_SIZE": "16", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+ON = {"MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "true"}
+OFF = {"MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false"}
+EVERY_60 = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "60"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_adopted", "is_sampled", "seconds"),
+    [
+        (AIR, False, False, 2.0),
+        (AIR | EVERY_60, False, False, 60.0),
+        (AIR | EVERY_60 | {"MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING": "5"}, True, False, 300.0),
+        (AIR | OFF, True, False, None),
+        (AIR | OFF, True, True, 2.0),
+        ({}, True, False, None),
+        ({}, True, True, 10.0),
+        (ON, False, False, None),
+        (ON, True, False, 10.0),
+        (ON | EVERY_60, True, False, 60.0),
+    ],
+)
+def test_the_interval_is_what_the_platform_or_mlflows_variables_say(
+    environ: dict[str, str], seconds: float | None, *, is_adopted: bool, is_sampled: bool
+) -> None:
+    platform, launch = detect_platform(environ), detect_launch(environ)
+
+    assert system_interval(platform, launch, is_adopted=is_adopted, is_sampled=is_sampled) == seconds
+
+
+def warning(**changes: Any) -> str | None:
+    return system_warning(**{"there": 0, "estimate": 0, "cap": CAP, "rate": 24, "interval_seconds": 2.0, **changes})
 
 
 def test_no_warning_up_to_half_of_the_cap() -> None:
-    assert system_warning(estimate=CAP // 2, cap=CAP, rate=24) is None
+    assert warning(estimate=CAP // 2) is None
+    assert warning(there=CAP // 4, estimate=CAP // 4) is None
+    assert warning(there=CAP // 4, estimate=CAP // 4 + 1) is not None
 
 
 def test_a_warning_says_after_how_many_hours_the_cap_is_reached() -> None:
     rate = points_per_second(1, 8, 2)
+    estimate = estimate_system_points(num_nodes=1, gpus_per_node=8, interval_seconds=2)
 
-    warning = system_warning(
-        estimate=estimate_system_points(num_nodes=1, gpus_per_node=8, interval_seconds=2), cap=CAP, rate=rate
-    )
-
-    assert warning is not None
-    assert "reach the cap of 10,000,000 metric steps after 115.7 hours" in warning
-    assert "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL" in warning
+    text = warning(estimate=estimate, rate=rate) or ""
+    assert "reach the cap of 10,000,000 metric steps after 115.7 hours" in text
+    assert "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL to more than 2 seconds" in text
+    assert "after 57.9 hours" in (warning(there=CAP // 2, estimate=estimate, rate=rate) or "")
 
 
 def test_a_warning_says_how_much_is_taken_if_the_cap_is_not_reached() -> None:
-    assert "take 6,000,000 of 10,000,000" in (system_warning(estimate=6_000_000, cap=CAP, rate=24) or "")
-    assert "before the run ends" in (system_warning(estimate=11_000_000, cap=CAP, rate=0) or "")
+    assert "take 6,000,000 of 10,000,000" in (warning(there=1_000_000, estimate=5_000_000) or "")
+    assert "before the run ends" in (warning(estimate=11_000_000, rate=0) or "")

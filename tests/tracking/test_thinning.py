@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_air.tracking.budget import Mark
 from lightning_air.tracking.points import Point, Record
 from lightning_air.tracking.thinning import SWEEP_MS, Thinner
 
@@ -92,29 +91,28 @@ def options(draw: st.DrawFn, least: int = 1, most: int = 400) -> dict[str, Any]:
 def test_the_cap_holds_over_all_attempts_whatever_is_logged(
     options: dict[str, Any], attempts: list[list[Record]], data: st.DataObject
 ) -> None:
-    """Attempts know only the mark of the one before; the horizon and the platform's share change on the way."""
+    """Attempts know only what was charged before; the horizon, and what others have, change on the way."""
     cap = options["max_metric_steps"]
-    mark, num_points = Mark(cap, lease=data.draw(st.integers(1, 20))), 0
+    charged = num_points = 0
     for records in attempts:
-        thinner = Thinner(**options, spent=mark.value)
+        thinner = Thinner(**options, spent=charged)
         for record in records:
             points = thinner.add(record)
-            if (to := mark.needs_raise(thinner.used)) is not None:
-                mark.raised(to)
             num_points += len(points)
-            assert num_points <= mark.value
+            assert num_points <= thinner.used
             match data.draw(st.integers(0, 19)):
                 case 0:
                     thinner.set_horizon(data.draw(st.none() | st.integers(0, 10_000)))
                 case 1:
-                    thinner.set_system(data.draw(st.integers(0, 500)))
+                    others = data.draw(st.integers(-5, max(0, cap - thinner.used)))
+                    thinner.spend(others)
+                    num_points += max(0, others)
                 case 2:
                     num_points += len(thinner.flush())
         if data.draw(st.booleans()):  # else it was killed
             num_points += len(thinner.flush())
-        if (to := mark.needs_raise(thinner.used)) is not None:
-            mark.raised(to)
-        assert num_points <= thinner.used <= max(mark.value, cap)
+        charged = thinner.used + data.draw(st.integers(0, 20)) * (thinner.used < cap - 20)
+        assert num_points <= thinner.used <= cap
 
     assert num_points <= cap
 
@@ -276,8 +274,8 @@ def test_a_run_that_continues_another_by_its_mark_is_as_coarse_as_if_it_had_neve
 
     thinned(thinner, per_step(10, *"abc", start=10_000_000))
 
-    assert thinner.origin == 0
-    assert thinner.stride > 100
+    assert thinner.snapshot()["origin"] == 0
+    assert thinner.snapshot()["steps"]["strides"]["stride"] > 100
 
 
 def test_a_run_that_starts_late_counts_from_its_first_step() -> None:
@@ -285,8 +283,8 @@ def test_a_run_that_starts_late_counts_from_its_first_step() -> None:
 
     thinned(thinner, per_step(10, *"abc", start=10_000_000))
 
-    assert thinner.origin == 10_000_000
-    assert thinner.stride == 1
+    assert thinner.snapshot()["origin"] == 10_000_000
+    assert thinner.snapshot()["steps"]["strides"]["stride"] == 1
 
 
 def test_a_run_that_goes_back_behind_its_first_step_counts_from_there() -> None:
@@ -295,7 +293,7 @@ def test_a_run_that_goes_back_behind_its_first_step_counts_from_there() -> None:
 
     thinned(thinner, per_step(10, "loss", start=500))
 
-    assert thinner.origin == 500
+    assert thinner.snapshot()["origin"] == 500
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -480,7 +478,6 @@ def test_values_that_are_not_finite_become_events_once() -> None:
 
     assert [(event.key, event.value) for event in thinner.take_events()] == [("loss", "nan"), ("val/loss", "-inf")]
     assert thinner.take_events() == []
-    assert thinner.num_nonfinite == {"loss": 1, "val/loss": 1}
 
 
 # ---- quiet metrics, cost ---------------------------------------------------------------------------------------------
