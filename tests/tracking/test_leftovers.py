@@ -256,7 +256,7 @@ def test_a_tail_ends_within_a_window_that_the_old_machine_has_sent_whole(
     assert tracker.close(30)
     assert tail is not None
 
-    said, warnings = send(proxy, tmp_path / "spool", tail=(run_id, tail))
+    _, warnings = send(proxy, tmp_path / "spool", tail=(run_id, tail))
 
     assert steps(server, run_id) == list(range(9, 100, 10))
     assert not warnings
