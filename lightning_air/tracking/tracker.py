@@ -42,7 +42,8 @@ class Tracker:
         found: Points that the run had when no writer had come to it.
         shown: Time in ms and step of the latest value of each key that the run had when it was opened.
         earlier: Of the same run and process, and closed: this one goes on where it ended. None at first.
-        tail: Of the checkpoint that the run is continued from; not used if the folder holds more.
+        tail: Of the checkpoint that the run is continued from; not used if the folder holds more, or after an earlier
+            one, which has had it.
         flush_seconds: A point waits no longer for others to share its request.
         full_record: Keep all records.
         on_part: Called when a part of the full record is complete, on the writer's thread or in `close`.
@@ -79,7 +80,7 @@ class Tracker:
         self._tracking_uri = tracking_uri
         self._warn = warn
         self._on_events = on_events
-        if tail is not None and not has_run(folder):
+        if tail is not None and earlier is None and not has_run(folder):
             # In a spool of its own: what it holds is then what another process has left.
             with closing(Spool(folder, warn=warn)) as spool:
                 lay_down(

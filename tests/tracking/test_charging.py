@@ -268,6 +268,26 @@ def test_what_the_run_had_before_is_written_down_once() -> None:
     assert charges_of(server.tags)[BEFORE] == 100
 
 
+def test_what_the_run_had_before_is_written_down_though_the_server_was_away() -> None:
+    server = Server()
+    spool, requests = Spool(server, 1_000, found=990), list[int]()
+
+    def third() -> None:
+        requests.append(1)
+        if len(requests) == 3:  # the tags are read, and the first is to be set
+            raise Unreachable("away")
+
+    server.meanwhile = third
+    with pytest.raises(Unreachable):
+        spool.send(100)
+    server.meanwhile = lambda: None
+
+    spool.send(100)
+
+    assert charges_of(server.tags)[BEFORE] == 990
+    assert len(server.points) == 10
+
+
 def test_what_a_killed_process_may_have_sent_stays_charged() -> None:
     """It had been granted 90, which others have taken up to the cap since it was killed."""
     server = Server()

@@ -262,6 +262,25 @@ def test_a_stage_after_an_outage_goes_on_with_the_windows_as_they_are(
     assert len(stored_charges(server, run_id)) == 1
 
 
+def test_a_stage_that_resumes_from_a_checkpoint_of_an_earlier_one_leaves_its_tail_alone(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    first = open_tracker(proxy.url, run_id, tmp_path / "spool", step=10)
+    proxy.refuse()
+    log(first, range(15))
+    tail = in_checkpoint(first.tail())
+    proxy.accept()
+    log(first, range(15, 20))
+    assert first.close(DEADLINE_SECONDS)
+
+    second = open_tracker(proxy.url, run_id, tmp_path / "spool", step=10, earlier=first, tail=tail)
+    log(second, range(20, 30))
+    assert second.close(DEADLINE_SECONDS)
+
+    assert curve(server, run_id) == [(9, 4.5), (19, 14.5), (29, 24.5)]
+    assert [*stored_charges(server, run_id).values()] == [3]
+
+
 def test_stages_that_end_well_are_one_writer_and_count_each_for_itself(
     server: MlflowServer, run_id: str, tmp_path: Path
 ) -> None:
