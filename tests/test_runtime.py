@@ -426,9 +426,7 @@ PLATFORMS: dict[str, tuple[Environ, Platform]] = {
             "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.5",
             "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING": "3",
         },
-        platform(
-            system_metrics_enabled=True, system_metrics_interval_seconds=0.5, system_metrics_samples_per_point=3
-        ),
+        platform(system_metrics_enabled=True, system_metrics_interval_seconds=0.5, system_metrics_samples_per_point=3),
     ),
     "MLflow's system metrics, off, and numbers that are none": (
         {

@@ -98,7 +98,7 @@ class Charge:
         self._on_others = on_others
         self._others: int | None = None  # nobody has asked yet
         self._most_others = 0
-        self._is_found = False
+        self._is_found = self._has_begun = False
         self._stored = 0  # our tag, as far as is known
         self._own = 0  # and at most, since a request may have been carried out that was not acknowledged
         self._floor = 0  # what an earlier process may have sent
@@ -118,7 +118,7 @@ class Charge:
             DoorError: The server cannot be asked, or does not take it.
         """
         wanted = self._earlier + num_points
-        if self._others is None:
+        if not self._has_begun:
             self._begin()
         if wanted > self._granted:
             self._obtain(wanted)
@@ -152,6 +152,7 @@ class Charge:
         # An earlier process may have sent more, and so it stays charged. But nobody has said that it may.
         self._floor = own
         self._granted = max(0, min(own, self._cap - others))
+        self._has_begun = True
 
     def _obtain(self, wanted: int) -> None:
         room = self._cap - (self._others or 0)

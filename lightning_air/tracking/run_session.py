@@ -258,6 +258,7 @@ class RunSession:
     def _roll_back(self, step: int) -> dict[str, str]:
         """If the run had gone on beyond where it resumes, show that, and put its latest values right at the end."""
         if trouble_reaching(self.tracking_uri) is not None:  # in a later stage of training
+            self.tracker.roll_back(step, {})
             return {}
         try:
             latest = attempts.latest_steps(self._client.get_run(self.run_id))

@@ -7,6 +7,7 @@ spool's folder, and whoever opens the run again, or replays the folder, goes on 
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class Tracker:
         found: Points that the run had when no writer had come to it.
         shown: Time in ms and step of the latest value of each key that the run had when it was opened.
         earlier: Of the same run and process, and closed: this one goes on where it ended. None at first.
-        tail: Of the checkpoint that the run is continued from; not used if the folder holds more.
+        tail: Of the checkpoint that the run is continued from; not used if the folder holds more, or after an earlier
+            one, which has had it.
         flush_seconds: A point waits no longer for others to share its request.
         full_record: Keep all records.
         on_part: Called when a part of the full record is complete, on the writer's thread or in `close`.
@@ -78,13 +80,11 @@ class Tracker:
         self._tracking_uri = tracking_uri
         self._warn = warn
         self._on_events = on_events
-        self._spool = Spool(folder, warn=warn)
-        self._keeps_all = full_record
-        self._record: FullRecord | None = None
-        try:
-            if tail is not None and not has_run(folder):
+        if tail is not None and earlier is None and not has_run(folder):
+            # In a spool of its own: what it holds is then what another process has left.
+            with closing(Spool(folder, warn=warn)) as spool:
                 lay_down(
-                    self._spool,
+                    spool,
                     tail,
                     run_id=run_id,
                     tracking_uri=tracking_uri,
@@ -92,6 +92,10 @@ class Tracker:
                     found=found,
                     full_record=full_record,
                 )
+        self._spool = Spool(folder, warn=warn)
+        self._keeps_all = full_record
+        self._record: FullRecord | None = None
+        try:
             if not has_run(folder):
                 thinner = self._begin(new_thinner, charged, found, earlier)
             elif earlier is None:
@@ -230,7 +234,9 @@ class Tracker:
         for _ in range(_TRIES):
             progress = load_progress(self.folder)
             snapshot = progress.thinner or read_run_info(self.folder).thinner
-            if (copied := copy_tail(self.folder, progress.position)) is not None:
+            copied = copy_tail(self.folder, progress.position)
+            has_gap = load_progress(self.folder).position.segment > max(1, progress.position.segment)
+            if copied is not None and not has_gap:  # the writer has deleted no segment meanwhile
                 pieces, is_cut = copied
                 return Tail(thinner=snapshot, pieces=pieces, is_cut=is_cut)
         raise OSError(f"{self.folder} cannot be read.")

@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import Logger
 from lightning_air import AirMLflowLogger
 from lightning_air.tracking.charging import charges_of
 from lightning_air.tracking.run_thinner import RunThinner
-from lightning_air.tracking.thinning import Thinner
 from lightning_air.tracking.tails import Tail
+from lightning_air.tracking.thinning import Thinner
 from lightning_air.tracking.tracker import Tracker
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.window import Event

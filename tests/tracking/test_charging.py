@@ -102,57 +102,60 @@ class Spool:
             self.is_busy = False
 
 
+class Chaos:
+    """Has one of three spools act, and others between any two of its requests, each of which may be lost."""
+
+    def __init__(self, server: Server, cap: int, found: int, data: st.DataObject) -> None:
+        self.server, self.cap, self.found, self.data = server, cap, found, data
+        self.spools = [Spool(server, cap, found=found) for _ in range(3)]
+
+    def check(self) -> None:
+        assert len(self.server.points) <= max(self.cap, self.found)
+        charged = charges_of(self.server.tags)
+        for spool in self.spools:
+            num_stored = sum(who == spool.writer for who, _ in self.server.points)
+            assert num_stored <= charged.get(spool.writer, 0)
+
+    def act(self, depth: int = 0) -> None:
+        idle = [spool for spool in self.spools if not spool.is_busy and not spool.is_over]
+        if not idle:
+            return
+        spool = self.data.draw(st.sampled_from(idle))
+        before, self.server.meanwhile = self.server.meanwhile, lambda: self.interfere(depth)
+        try:
+            if self.data.draw(st.integers(0, 9)) == 0:
+                spool.settle()
+            else:
+                spool.send(self.data.draw(st.integers(0, 60)))
+        except Unreachable:
+            if self.data.draw(st.booleans()):
+                spool.restart()
+        finally:
+            self.server.meanwhile = before
+        self.check()
+
+    def interfere(self, depth: int) -> None:
+        chance = self.data.draw(st.integers(0, 11))
+        if chance == 0:
+            raise Unreachable("lost")
+        if chance <= 2 and depth < 2:
+            self.act(depth + 1)
+
+
 @settings(max_examples=200, deadline=None)
 @given(cap=st.integers(1, 400), found=st.integers(0, 100), num_events=st.integers(1, 40), data=st.data())
 def test_the_cap_holds_whoever_sends_at_once_and_is_killed(
     *, cap: int, found: int, num_events: int, data: st.DataObject
 ) -> None:
-    """Between any two requests of one writer another may act; any request may be lost, before or after it is done."""
     server = Server()
     server.points = {("somebody", index) for index in range(found)}
-    spools = [Spool(server, cap, found=found) for _ in range(3)]
-
-    def check() -> None:
-        assert len(server.points) <= max(cap, found)
-        charged = charges_of(server.tags)
-        for spool in spools:
-            num_stored = sum(who == spool.writer for who, _ in server.points)
-            assert num_stored <= charged.get(spool.writer, 0)
-
-    def act(depth: int = 0) -> None:
-        idle = [spool for spool in spools if not spool.is_busy and not spool.is_over]
-        if not idle:
-            return
-        spool = data.draw(st.sampled_from(idle))
-        server.meanwhile = lambda: interfere(depth)
-        try:
-            if data.draw(st.integers(0, 9)) == 0:
-                spool.settle()
-            else:
-                spool.send(data.draw(st.integers(0, 60)))
-        except Unreachable:
-            if data.draw(st.booleans()):
-                spool.restart()
-        finally:
-            server.meanwhile = lambda: None
-        check()
-
-    def interfere(depth: int) -> None:
-        match data.draw(st.integers(0, 11)):
-            case 0:
-                raise Unreachable("lost")
-            case 1 | 2 if depth < 2:
-                here = server.meanwhile
-                act(depth + 1)
-                server.meanwhile = here
-
+    chaos = Chaos(server, cap, found, data)
     for _ in range(num_events):
-        act()
-    check()
-    for spool in spools:
+        chaos.act()
+    for spool in chaos.spools:
         if not spool.is_over:
             spool.settle()
-    check()
+    chaos.check()
     assert server.charged >= len(server.points) - found
 
 
@@ -263,6 +266,26 @@ def test_what_the_run_had_before_is_written_down_once() -> None:
     Spool(server, 1_000, found=400).send(10)
 
     assert charges_of(server.tags)[BEFORE] == 100
+
+
+def test_what_the_run_had_before_is_written_down_though_the_server_was_away() -> None:
+    server = Server()
+    spool, requests = Spool(server, 1_000, found=990), list[int]()
+
+    def third() -> None:
+        requests.append(1)
+        if len(requests) == 3:  # the tags are read, and the first is to be set
+            raise Unreachable("away")
+
+    server.meanwhile = third
+    with pytest.raises(Unreachable):
+        spool.send(100)
+    server.meanwhile = lambda: None
+
+    spool.send(100)
+
+    assert charges_of(server.tags)[BEFORE] == 990
+    assert len(server.points) == 10
 
 
 def test_what_a_killed_process_may_have_sent_stays_charged() -> None:

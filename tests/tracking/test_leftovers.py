@@ -1,5 +1,6 @@
 """What earlier attempts have left is sent to their runs: from this machine's folders, and from the checkpoint."""
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from lightning_air.tracking.leftovers import send_left, send_leftovers, spools_i
 from lightning_air.tracking.run_thinner import RunThinner
 from lightning_air.tracking.spool import Spool
 from lightning_air.tracking.spool_folder import RUN_NAME
+from lightning_air.tracking.tails import Tail
 from lightning_air.tracking.thinning import Thinner
-from lightning_air.tracking.tracker import Tail
 from tests.kit.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.kit.mlflow_server import MlflowServer, mlflow_server
 from tests.kit.ranks import run_ranks, values
@@ -162,7 +163,7 @@ def test_what_is_sent_is_counted_beside_what_other_machines_have_sent_meanwhile(
     send(proxy, tmp_path)
 
     assert steps(server, run_id) == [*range(300)]
-    assert 300 <= stored_mark(server, run_id) < 330
+    assert stored_mark(server, run_id) == 300
 
 
 def test_no_folder_is_no_trouble(proxy: FaultyProxy, tmp_path: Path) -> None:
@@ -189,14 +190,14 @@ def test_the_tail_of_another_run_is_sent_to_that_run(server: MlflowServer, proxy
     for _ in range(2):  # also by an attempt after that, from the same checkpoint
         said, warnings = send(proxy, tmp_path / "spool", but=new, tail=(old, tail))
         assert old in said.text
-        assert not warnings
+        assert not warnings, warnings.text
 
     found = [(point.key, point.step, point.value) for point in server.points_of(old)]
     assert found == [("mine-a", 9, 4.5), ("mine-a", 19, 14.5), ("mine-a", 24, 22.0)]
     assert steps(server, new) == []
     assert list((tmp_path / "spool").iterdir()) == []
     assert send_left(tmp_path / "old machine" / old).is_complete
-    assert len(server.points_of(old)) == 3 <= stored_mark(server, old)
+    assert len(server.points_of(old)) == 3 <= stored_mark(server, old) <= 3 * 3  # each sender is charged
 
 
 def test_the_folder_is_sent_where_it_is_here_and_holds_more(
@@ -213,9 +214,62 @@ def test_the_folder_is_sent_where_it_is_here_and_holds_more(
 
 
 def test_an_empty_tail_makes_no_folder(server: MlflowServer, proxy: FaultyProxy, tmp_path: Path) -> None:
-    tail = Tail(thinner=RunThinner(Thinner()).snapshot(), records=[])
+    tail = Tail(thinner=RunThinner(Thinner()).snapshot())
     assert send(proxy, tmp_path / "spool", tail=(server.create_run(), tail)) == ([], [])
     assert not (tmp_path / "spool").exists()
+
+
+def test_a_tail_without_records_is_sent_where_windows_are_open(
+    server: MlflowServer, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    """All was acknowledged when the checkpoint was saved, and then the machine died within a window."""
+    run_id = server.create_run()
+    tracker = open_tracker(proxy.url, run_id, tmp_path / "old machine", step=100)
+    for step in range(150):
+        tracker.append(step, {"a": float(step)})
+    assert tracker.flush(30)
+    tail = Tail.of({"tail": tracker.tail().to_dict()})
+    assert tail is not None
+    assert not [*tail.records()]
+    proxy.refuse()
+    tracker.close(0.1)
+    proxy.accept()
+
+    said, _ = send(proxy, tmp_path / "spool", tail=(run_id, tail))
+
+    assert steps(server, run_id) == [99, 149]
+    assert run_id in said.text
+
+
+def test_a_tail_ends_within_a_window_that_the_old_machine_has_sent_whole(
+    server: MlflowServer, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    run_id = server.create_run()
+    proxy.refuse()
+    tracker = open_tracker(proxy.url, run_id, tmp_path / "old machine", step=10)
+    for step in range(100):
+        if step == 85:
+            tail = Tail.of({"tail": tracker.tail().to_dict()})
+            time.sleep(0.01)
+        tracker.append(step, {"a": float(step)})
+    proxy.accept()
+    assert tracker.close(30)
+    assert tail is not None
+
+    _, warnings = send(proxy, tmp_path / "spool", tail=(run_id, tail))
+
+    assert steps(server, run_id) == list(range(9, 100, 10))
+    assert not warnings
+
+
+def test_a_tail_of_a_run_that_is_gone_is_warned_about(server: MlflowServer, proxy: FaultyProxy, tmp_path: Path) -> None:
+    run_id = server.create_run()
+    tail = leave(proxy, run_id, tmp_path / "old machine" / run_id, range(5))
+    assert tail is not None
+
+    _, warnings = send(proxy, tmp_path / "spool", tail=("0" * 32, tail))
+
+    assert f"Metrics of the run {'0' * 32} that its server had not taken cannot be sent" in warnings.text
 
 
 def test_another_training_that_lays_the_same_tail_down_sends_it(

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_air import AirCheckpoint, AsyncUCCheckpointIO
 from lightning_air.tracking import opening
-from lightning_air.tracking import tracker as tracker_module
+from lightning_air.tracking import tails as tails_module
 from tests.kit.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.kit.mlflow_server import MlflowServer, mlflow_server
 from tests.kit.ranks import run_ranks, values
@@ -521,7 +521,7 @@ def test_an_end_that_the_server_was_not_told_is_not_shown_as_one(
     proxy: FaultyProxy, server: MlflowServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(tracker_module, "_MAX_TAIL_RECORDS", 3)
+    monkeypatch.setattr(tails_module, "MAX_TAIL_BYTES", 200)
     logger = make_logger(Store(proxy.url), "away", close_timeout=0.5)
     checkpoint = ModelCheckpoint("ckpt", every_n_train_steps=6)
     with warned() as found, caplog.at_level("INFO"):
@@ -530,8 +530,8 @@ def test_an_end_that_the_server_was_not_told_is_not_shown_as_one(
     assert "FINISHED, which the server does not know yet" in caplog.text
     [text] = [each for each in found.messages if "these are only in" in each]
     assert text == (
-        "The checkpoint of step 6 has the first 3 metrics that the server has not taken, and not those after them: "
-        f"these are only in {folder}, on this machine."
+        "The checkpoint of step 6 has the first 0.0 MB of metrics that the server has not taken, and not those after "
+        f"them: these are only in {folder}, on this machine."
     )
     assert Store(server.url).status(logger.run_id) == "RUNNING"
     proxy.accept()

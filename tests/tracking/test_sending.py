@@ -281,13 +281,24 @@ def test_points_are_charged_before_they_are_sent_and_not_sent_before_they_are_ch
     bench.door.trouble = lambda _: events.append("sent")
     errors: list[Exception] = [Unreachable("x"), Refused("no", blames_content=True), ValueError("x")]
 
-    def charge() -> None:
+    def charge() -> int:
         if errors:
             raise errors.pop()
         events.append("charged")
+        return 2000
 
     assert bench.sender.send(twenty(100), before=charge).num_done == 2000
     assert events == ["charged", "sent", "sent"]
+
+
+@pytest.mark.parametrize(("allowed", "num_sent"), [(1_500, 1_500), (0, 0), (-5, 0), (9_999, 2_000)])
+def test_what_may_not_be_sent_is_cut_from_the_end(allowed: int, num_sent: int) -> None:
+    bench, points = Bench(), twenty(100)
+
+    outcome = bench.sender.send(points, before=lambda: allowed)
+
+    assert (outcome.num_done, outcome.num_cut) == (num_sent, 2_000 - num_sent)
+    assert [*bench.door.stored] == points[:num_sent]
 
 
 def test_nothing_to_send_is_no_request() -> None:

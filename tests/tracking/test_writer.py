@@ -314,7 +314,12 @@ def test_flush_seconds_is_positive(seconds: float, tmp_path: Path) -> None:
 def test_points_are_charged_before_they_are_sent() -> None:
     events: list[Any] = []
     door = ListDoor(trouble=lambda _: events.append("request"))
-    with writing(door, before_send=events.append) as (spool, writer):
+
+    def charge(num_points: int) -> int:
+        events.append(num_points)
+        return num_points
+
+    with writing(door, before_send=charge) as (spool, writer):
         for step in range(125):
             append(spool, step)
         assert writer.close(SECONDS)
@@ -333,15 +338,45 @@ def test_points_are_charged_before_they_are_sent() -> None:
 def test_a_charge_that_cannot_be_made_holds_the_points_back() -> None:
     door, errors = ListDoor(), [Unreachable("no tag"), Unreachable("no tag")]
 
-    def charge(_: int) -> None:
+    def charge(num_points: int) -> int:
         if errors:
             assert door.stored == {}
             raise errors.pop()
+        return num_points
 
     with writing(door, before_send=charge) as (spool, writer):
         append(spool, 0)
         assert writer.flush(SECONDS)
         assert len(door.stored) == 20
+
+
+def test_points_beyond_what_may_be_sent_are_dropped_counted_and_warned_of(tmp_path: Path) -> None:
+    door, settled, warnings = ListDoor(), list[int](), Warnings()
+    with writing(
+        door,
+        before_send=lambda num_points: min(num_points, 1_010),
+        settle=lambda num_points, _: settled.append(num_points),
+        warn=warnings,
+    ) as (spool, writer):
+        for step in range(125):
+            append(spool, step)
+        assert writer.close(SECONDS)
+        stats = writer.stats()
+    assert len(door.stored) == stats.num_sent == 1_010
+    assert stats.num_cut == 2_500 - 1_010
+    assert stats.num_pending_points == 0
+    assert settled == [2_500]
+    assert [kind for kind, _ in warnings] == ["cut", "cut"]
+    assert "budget is used up" in warnings.text
+
+
+def test_an_end_that_cannot_be_settled_is_an_end() -> None:
+    def settle(*_: object) -> None:
+        raise Unreachable("away")
+
+    with writing(ListDoor(), settle=settle) as (spool, writer):
+        append(spool, 0)
+        assert writer.close(SECONDS)
 
 
 class Counting(Windows):
