@@ -160,9 +160,9 @@ class Nvml:
         try:
             return str(self.call("nvmlDeviceGetName", handle))
         except NvmlError as error:
-            if error.kind in ("unsupported", "denied"):
-                return "unknown GPU"
-            raise
+            if error.kind in ("gpu_lost", "nvml_lost", "absent"):
+                raise
+            return "unknown GPU"
 
     def fields(self, handle: Any, ids: Sequence[int]) -> "list[float | NvmlError]":
         """Return several field values by one call; each is a number, or why this one is not told."""

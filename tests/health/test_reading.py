@@ -113,6 +113,12 @@ def test_every_value_arrives_under_its_name_and_in_its_unit(machine: Machine) ->
     assert sample.memory_used_pct == 3.75
 
 
+def test_a_gpu_whose_name_cannot_be_read_is_read_all_the_same(machine: Machine) -> None:
+    machine(1).gpu(0).name = b"\xff\xfe"
+    sample = only(read_gpus())
+    assert (sample.name, sample.temperature_c) == ("unknown GPU", 60.0)
+
+
 def test_idle_clocks_are_no_throttling_and_unknown_bits_have_a_name(machine: Machine) -> None:
     gpu = machine(1).gpu(0)
     gpu.throttle_reasons = 0x1 | 0x2
