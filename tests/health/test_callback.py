@@ -151,8 +151,8 @@ def test_whatever_nvml_does_the_run_ends_well_and_soon(
     stub = machine(1)
 
     class Trouble(Callback):
-        def _make(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-            if batch_idx == 2:
+        def _make(self, *arguments: Any, **_: Any) -> None:
+            if arguments[3] == 2:
                 trouble(stub)
 
         on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _make

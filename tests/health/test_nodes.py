@@ -1,4 +1,4 @@
-"""The nodes know of each other's GPUs through the store; silence is noticed, and a store that is gone breaks nothing."""
+"""The nodes know of each other's GPUs through the store; silence is noticed, and a lost store breaks nothing."""
 
 import math
 import threading

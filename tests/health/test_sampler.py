@@ -1,4 +1,4 @@
-"""The sampler of a node: what it keeps, what it says, and that nothing NVML does keeps it or its process from ending."""
+"""The sampler of a node: what it keeps, what it says, and that nothing NVML does keeps its process from ending."""
 
 import math
 import threading
@@ -58,7 +58,7 @@ class Polls:
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events.all]
 
-    def series(self, metric: str, number: int = 0) -> list[float]:
+    def series(self, metric: str, number: int = 0) -> list[float | None]:
         """A GPU's row of the history, with None for a gap."""
         window = self.history.window()
         gpu = sorted(window.values, key=lambda gpu: gpu.index)[number]
@@ -363,7 +363,7 @@ def test_a_driver_that_hangs_is_told_and_so_is_its_return(machine: Machine) -> N
     node = watch()
     node.start()
     try:
-        wait_until(lambda: node.metrics())
+        wait_until(node.metrics)
         stub.hang("nvmlDeviceGetTemperatureV")
         wait_until(lambda: node.events.all)
         assert node.metrics() == {
