@@ -77,6 +77,10 @@ class GPUHealth(Callback):
         """What has happened, likewise."""
         return self._events
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what runs: copies and other processes start with the options only."""
+        return {**vars(self), "_watch": None, "_history": None, "_events": None, "_next_log_seconds": math.inf}
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the sampler, on one rank of each node; waits for nothing."""
@@ -127,6 +131,7 @@ class GPUHealth(Callback):
             node_rank=trainer.node_rank,
             num_nodes=trainer.num_nodes,
             is_rank_zero=trainer.global_rank == 0,
+            num_gpus_used=trainer.num_devices if trainer.strategy.root_device.type == "cuda" else 0,
             open_store=_opener(trainer, number),
         )
         if self._history is None:

@@ -27,12 +27,14 @@ class Place:
         node_rank: Of its node.
         num_nodes: How many there are.
         is_rank_zero: Whether it hears of all nodes.
+        num_gpus_used: How many GPUs the ranks of the node use; 0 where they use none.
         open_store: Opens the store in which they meet; None where there is one node.
     """
 
     node_rank: int = 0
     num_nodes: int = 1
     is_rank_zero: bool = True
+    num_gpus_used: int = 0
     open_store: OpenStore | None = None
 
 
@@ -49,7 +51,13 @@ class NodeWatch:
     def __init__(self, place: Place, *, poll_seconds: float, history: History, events: EventLog) -> None:
         self.history = history
         self.events = events
-        self.sampler = Sampler(events=events, history=history, node_rank=place.node_rank, poll_seconds=poll_seconds)
+        self.sampler = Sampler(
+            events=events,
+            history=history,
+            node_rank=place.node_rank,
+            poll_seconds=poll_seconds,
+            num_used=place.num_gpus_used,
+        )
         self.nodes = Nodes(
             sampler=self.sampler,
             events=events,

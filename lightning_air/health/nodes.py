@@ -25,6 +25,8 @@ from lightning_air.health.sampler import Sampler
 log = logging.getLogger(__name__)
 
 SILENT_POLLS = 3
+# However often it polls, a busy machine may let a thread wait so long.
+MIN_SILENT_SECONDS = 2.0
 _MAX_EVENTS_SENT = 20
 _STORE_SECONDS = 1.0
 
@@ -100,12 +102,14 @@ class _Node:
         self.report: Report | None = None
         self.is_silent = False
         self.seen_seconds = now
+        self.num_looks = 0  # since then
 
     def hear(self, report: Report, now: float) -> bool:
         """Take a report, and return whether it is news."""
         is_new = self.report is None or report.num_polls != self.report.num_polls
         if is_new:
             self.seen_seconds = now
+            self.num_looks = 0
         self.report = report
         return is_new
 
@@ -145,6 +149,7 @@ class Nodes:
         self._history = history
         self._node_rank = node_rank
         self._poll_seconds = poll_seconds
+        self._silent_seconds = max(SILENT_POLLS * poll_seconds, MIN_SILENT_SECONDS)
         self._open_store = open_store if num_nodes > 1 else None
         self._host = host
         self._clock = clock
@@ -233,7 +238,10 @@ class Nodes:
     def _judge(self, rank: int, node: _Node, now: float) -> None:
         """Say when a node has fallen silent, and when it is heard again."""
         has_left = node.report is not None and node.report.has_left
-        is_silent = not has_left and now - node.seen_seconds > SILENT_POLLS * self._poll_seconds
+        node.num_looks += 1
+        # By the clock alone, a process that was stopped for a while would find all others silent when it goes on.
+        has_looked = node.num_looks > SILENT_POLLS
+        is_silent = not has_left and has_looked and now - node.seen_seconds > self._silent_seconds
         if is_silent == node.is_silent:
             return
         node.is_silent = is_silent
@@ -264,7 +272,7 @@ class Nodes:
         self._store = None
         log.debug("the exchange between the nodes failed: %s", error)
         # Rank 0 may just have ended a little earlier than this node.
-        if now - self._store_seconds > SILENT_POLLS * self._poll_seconds and not self._has_told_of_store:
+        if now - self._store_seconds > self._silent_seconds and not self._has_told_of_store:
             self._has_told_of_store = True
             lines = str(error).strip().splitlines() or [type(error).__name__]
             self._events.add(

@@ -43,6 +43,7 @@ class Sampler:
         history: Gets what is read.
         node_rank: Of this node.
         poll_seconds: The time between two polls.
+        num_used: How many GPUs the ranks of this node use, where that is known.
         open_reader: Opens NVML, and may raise `NvmlError`.
         clock: Seconds since the epoch.
 
@@ -60,6 +61,7 @@ class Sampler:
         history: History,
         node_rank: int = 0,
         poll_seconds: float = 10.0,
+        num_used: int = 0,
         open_reader: Callable[[Say], Reader] = _open_reader,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -71,6 +73,7 @@ class Sampler:
         self._history = history
         self._node_rank = node_rank
         self._poll_seconds = poll_seconds
+        self._num_used = num_used
         self._open_reader = open_reader
         self._clock = clock
         self._reader: Reader | None = None
@@ -129,6 +132,13 @@ class Sampler:
             self._is_down = False
             self._events.add("nvml_back", "NVML answers again; the GPUs of this node are watched as before.")
         self._pause_seconds = FIRST_PAUSE_SECONDS
+        if len(samples) < self._num_used:  # such as under `srun --gpus-per-task=1`
+            self._say(
+                "selection",
+                f"{len(samples)} of the {self._num_used} GPUs that this node trains on can be seen by the process that "
+                "reads them all; the others are not watched. Let every process see all GPUs of the node "
+                "(CUDA_VISIBLE_DEVICES; with SLURM, --gpus-per-node instead of --gpus-per-task).",
+            )
         return samples
 
     def _lose(self, error: NvmlError) -> None:

@@ -1,6 +1,7 @@
 """GPUHealth in a Trainer: it logs a dozen names, in whatever the Trainer does, and never breaks it."""
 
 import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 import lightning_air
+from lightning_air import AirMLflowLogger
 from lightning_air.health import callback
 from lightning_air.health.aggregates import NAMES
 from lightning_air.health.callback import GPUHealth
@@ -20,6 +22,8 @@ from tests.kit.nvml_stub import GPU_IS_LOST, UNKNOWN, NvmlStub, compiler_missing
 from tests.kit.ranks import run_ranks
 from tests.kit.trainers import fast_trainer_kwargs
 from tests.strategy.training import Regression, loader
+from tests.tracking.local_store import MLFLOW_WARNING
+from tests.tracking.runs import Store
 
 Machine = Callable[[int], NvmlStub]
 
@@ -261,6 +265,45 @@ def test_constructing_starts_nothing_and_copies_and_repeats() -> None:
     assert our_threads() == []
     assert (health.history, health.events) == (None, None)
     assert copy.deepcopy(health).poll_seconds == 5.0
+
+
+def test_a_copy_of_one_that_has_run_has_its_options_only(machine: Machine) -> None:
+    machine(1)
+    health = GPUHealth(poll_seconds=0.1)
+    run("fit", health)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(health)))
+    assert (copied.poll_seconds, copied.history) == (0.1, None)
+    run("fit", copied)
+
+
+def test_yaml_can_say_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Callback, "callback")
+    path = "lightning_air.GPUHealth"
+    options = {"poll_seconds": 5, "history_seconds": 3600.0, "log_every_seconds": 30}
+    parsed = parser.parse_object({"callback": {"class_path": path, "init_args": options}})
+    health = parser.instantiate_classes(parsed).callback
+    assert isinstance(health, GPUHealth)
+    assert (health.poll_seconds, health.history_seconds, health.log_every_seconds) == (5.0, 3600.0, 30.0)
+
+
+@pytest.fixture
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store.new(tmp_path_factory)
+
+
+@pytest.mark.filterwarnings(f"ignore:{MLFLOW_WARNING}")
+def test_our_logger_takes_it_and_counts_it_in_its_budget(machine: Machine, store: Store) -> None:
+    machine(2)
+    logger = AirMLflowLogger(tracking_uri=store.uri, experiment_name="health")
+    run("fit", GPUHealth(poll_seconds=0.1, log_every_seconds=0.2), Pace(), logger=logger)
+    assert logger.run_id is not None
+    points = store.points(logger.run_id)
+    assert {point.key for point in points if point.key.startswith("gpu_health/")} == set(NAMES)
+    assert not any(point.key.startswith("system/") for point in points)
+    assert int(store.tags(logger.run_id)["lightning_air.metric_steps"]) >= len(points) >= 2 * len(NAMES)
 
 
 def test_a_trainer_of_the_other_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

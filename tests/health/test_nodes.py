@@ -146,9 +146,22 @@ def test_a_node_whose_sampler_hangs_is_stale_although_it_writes() -> None:
 
 def test_a_node_that_never_came_is_stale() -> None:
     first, _, clock = two_nodes()
-    clock.seconds = 31.0
-    first.polls(sample("GPU-a"))
+    for seconds in (0.0, 10.0, 20.0, 31.0):
+        clock.seconds = seconds
+        first.polls(sample("GPU-a"))
     assert first.events.all[0].message.startswith("Node 1 has not told of its GPUs since the run began.")
+
+
+def test_a_process_that_was_stopped_finds_nobody_silent_when_it_goes_on() -> None:
+    first, second, clock = two_nodes()
+    second.polls(sample("GPU-b"))
+    first.polls(sample("GPU-a"))
+    clock.seconds = 1_000.0
+    first.nodes.exchange()
+    second.nodes.exchange()
+    second.polls(sample("GPU-b"))
+    first.polls(sample("GPU-a"))
+    assert first.kinds() == second.kinds() == []
 
 
 def test_a_node_that_has_left_in_good_order_is_not_stale() -> None:
@@ -156,8 +169,9 @@ def test_a_node_that_has_left_in_good_order_is_not_stale() -> None:
     second.polls(sample("GPU-b"))
     first.polls(sample("GPU-a"))
     second.nodes.leave()
-    clock.seconds = 100.0
-    first.polls(sample("GPU-a"))
+    for seconds in (10.0, 20.0, 30.0, 40.0, 50.0):
+        clock.seconds = seconds
+        first.polls(sample("GPU-a"))
     assert first.kinds() == []
     assert first.nodes.metrics()["gpu_health/gpus_seen/count"] == 1
 
@@ -203,7 +217,7 @@ def test_what_is_no_report_is_taken_for_silence() -> None:
     assert first.store is not None
     for garbage in ("[]", "{", '{"metrics": ["other"]}', '{"metrics": 1}'):
         first.store.set("node/1", garbage)
-        clock.seconds += 31.0
+        clock.seconds += 10.0
         first.polls(sample("GPU-a", power_w=5.0))
         assert first.nodes.metrics()["gpu_health/power_w/mean"] == 5.0
     assert "node_stale" in first.kinds()

@@ -1,6 +1,7 @@
 """The sampler of a node: what it keeps, what it says, and that nothing NVML does keeps its process from ending."""
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -246,6 +247,22 @@ def test_without_nvml_one_message_and_no_second_try(
     assert record.getMessage().startswith("No GPU is watched: nvmlInit: NVML Shared Library Not Found. Without NVIDIA")
 
 
+def test_gpus_that_the_node_uses_and_this_process_cannot_see_are_said_once(
+    machine: Machine, polls: Polls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for num_used in (1, 4):
+        sampler = Sampler(events=polls.events, history=polls.history, num_used=num_used)
+        sampler.poll()
+        sampler.poll()
+        closed = threading.Event()
+        closed.set()
+        sampler.run(closed)
+    (event,) = polls.events.all
+    assert event.message.startswith("1 of the 4 GPUs that this node trains on can be seen")
+
+
 def test_no_visible_gpu_is_no_trouble(machine: Machine, polls: Polls, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -378,7 +395,7 @@ def test_a_driver_that_hangs_is_told_and_so_is_its_return(machine: Machine) -> N
         stub.release()
         node.close()
     assert [event.kind for event in node.events.all] == ["nvml_silent", "nvml_back"]
-    assert node.events.all[0].message.startswith("NVML has not answered for 0 s: the GPU driver of this node hangs.")
+    assert re.match(r"NVML has not answered for \d+ s: the GPU driver of this node hangs\.", node.events.all[0].message)
 
 
 def _end_while_nvml_hangs(path: str, function: str) -> float:
