@@ -163,8 +163,14 @@ class GPUHealth(Callback):
 
 def _opener(trainer: Trainer, number: int) -> OpenStore | None:
     """Return what opens the store at which the ranks of this Trainer have met; None where there is one node."""
+    if trainer.num_nodes == 1:
+        return None
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    if trainer.num_nodes == 1 or environment is None:
+    if environment is None:
+        log.warning(
+            "GPU health of rank 0's node only is logged: %s does not tell where its ranks meet.",
+            type(trainer.strategy).__name__,
+        )
         return None
     address, port = environment.main_address, environment.main_port
     # torchrun's agent keeps its store, with the keys of the processes that it has started before.

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -157,7 +157,7 @@ class Nodes:
         self._store_seconds = clock()  # when it last worked
         self._has_told_of_store = False
         self._own = _Node(clock())
-        others = range(num_nodes) if reads_all else ()
+        others = range(num_nodes) if reads_all and open_store is not None else ()
         self._others = {rank: _Node(clock()) for rank in others if rank != node_rank}
 
     def run(self, closed: threading.Event) -> None:
@@ -193,7 +193,8 @@ class Nodes:
         """Tell the others that this node ends in good order. Raises nothing."""
         if self._store is not None:
             try:
-                self._store.set(_key(self._node_rank), Report(num_polls=-1, has_left=True).encode())
+                last = replace(self._report(), gpus={}, host={}, has_left=True)
+                self._store.set(_key(self._node_rank), last.encode())
             except RuntimeError as error:  # rank 0 was faster
                 log.debug("could not take leave: %s", error)
             self._store = None
@@ -228,7 +229,7 @@ class Nodes:
             return
         report = Report.decode(store.get(_key(rank)))
         num_before = node.report.num_events if node.report is not None else 0
-        num_new = min(report.num_events - num_before, len(report.events)) if not report.has_left else 0
+        num_new = min(report.num_events - num_before, len(report.events))
         for event in report.events[len(report.events) - num_new :] if num_new > 0 else ():
             self._events.add_from(event)
         if node.hear(report, now) and report.gpus:

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from lightning_air.health import aggregates, host
 from lightning_air.health.aggregates import aggregate, combine_hosts
 from lightning_air.health.events import EventLog
 from lightning_air.health.history import METRICS, GpuId, History, row_of
+from lightning_air.health.node_watch import NodeWatch, Place
 from lightning_air.health.nodes import Nodes, Report, open_store
 from lightning_air.health.sample import GPUSample
 from lightning_air.health.sampler import Sampler
+from lightning_air.runtime import detect_launch
 from tests.health.records import KeepRecords
 from tests.kit.environment import reserved_port
+from tests.kit.nodes import namespaces_unavailable, network_namespaces
 from tests.kit.nvml_stub import NvmlStub, compiler_missing, use_stub
 from tests.kit.ranks import run_ranks, values
 from tests.kit.trainers import fast_trainer_kwargs
@@ -32,6 +36,13 @@ needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(c
 
 def sample(uuid: str = "GPU-a", **values: Any) -> GPUSample:
     return GPUSample(uuid=uuid, index=0, name="NVIDIA H100", **values)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
 
 
 class Clock:
@@ -168,12 +179,14 @@ def test_a_node_that_has_left_in_good_order_is_not_stale() -> None:
     first, second, clock = two_nodes()
     second.polls(sample("GPU-b"))
     first.polls(sample("GPU-a"))
+    second.events.add("xid", "XID 63", uuid="GPU-b", value=63)
     second.nodes.leave()
     for seconds in (10.0, 20.0, 30.0, 40.0, 50.0):
         clock.seconds = seconds
         first.polls(sample("GPU-a"))
-    assert first.kinds() == []
+    assert first.kinds() == ["xid"], "its last words are heard"
     assert first.nodes.metrics()["gpu_health/gpus_seen/count"] == 1
+    assert first.nodes.metrics()["gpu_health/xids/count"] == 1
 
 
 def test_events_of_other_nodes_arrive_once_with_their_node() -> None:
@@ -421,9 +434,18 @@ def test_two_nodes_of_two_ranks_have_one_sampler_each_and_all_their_gpus_appear(
             return {}
         return {**variables, "RANK": str(rank), "GROUP_RANK": str(rank // 2), "NODE_RANK": str(rank // 2)}
 
-    ranks = run_ranks(
-        _train_on_two_nodes, 4, nodes=2, args=(str(tmp_path), strategy), env=environment, timeout_seconds=40
-    )
+    with ExitStack() as stack:
+        # Each node has its own network where that can be had, so that nothing is found by accident.
+        networks = stack.enter_context(network_namespaces(2)) if namespaces_unavailable() is None else None
+        ranks = run_ranks(
+            _train_on_two_nodes,
+            4,
+            nodes=2,
+            namespaces=networks,
+            args=(str(tmp_path), strategy),
+            env=environment,
+            timeout_seconds=60,
+        )
     told = values(ranks)
 
     assert [bool(each["threads"]) for each in told] == [True, False, True, False]
@@ -433,6 +455,59 @@ def test_two_nodes_of_two_ranks_have_one_sampler_each_and_all_their_gpus_appear(
     assert told[2]["gpus"] == [(1, "GPU-10000000"), (1, "GPU-11000000")]
     assert [each["last"] is not None for each in told] == [True, False, False, False]
     assert all(each["events"] == [] for each in told)
+
+
+def _watch_one_node_of_two(folder: str) -> dict[str, Any]:
+    launch = detect_launch()
+    assert launch.master_address is not None
+    assert launch.master_port is not None
+    address, port = launch.master_address, launch.master_port
+    stub = NvmlStub(Path(folder, f"nvml-{launch.node_rank}"), num_gpus=1)
+    stub.gpu(0).uuid = f"GPU-{launch.node_rank}".encode()
+    use_stub(stub.path)
+    events = EventLog(launch.node_rank)
+    place = Place(
+        node_rank=launch.node_rank,
+        num_nodes=2,
+        is_rank_zero=launch.node_rank == 0,
+        open_store=lambda: open_store(address, port, "run/1"),
+    )
+    watch = NodeWatch(place, poll_seconds=0.2, history=History(100, 0.2), events=events)
+    watch.start()
+    seen = [watch.metrics()]
+    if launch.node_rank == 0:
+        wait_until(lambda: watch.metrics().get("gpu_health/gpus_seen/count") == 2)
+    dist.barrier()
+
+    def has_told(*kinds: str) -> bool:
+        return set(kinds) <= {event.kind for event in events.all}
+
+    if launch.node_rank == 1:
+        stub.hang("nvmlDeviceGetPowerUsage")
+        wait_until(lambda: has_told("nvml_silent"))
+    else:
+        wait_until(lambda: has_told("node_stale", "nvml_silent"))
+        seen.append(watch.metrics())
+    dist.barrier()
+    stub.release()
+    if launch.node_rank == 0:
+        wait_until(lambda: has_told("node_back", "nvml_back"))
+        seen.append(watch.metrics())
+    dist.barrier()
+    watch.close()
+    return {
+        "events": [(event.kind, event.node_rank) for event in events.all],
+        "seen": [each.get("gpu_health/gpus_seen/count") for each in seen],
+    }
+
+
+@needs_compiler
+def test_a_node_whose_driver_hangs_is_found_by_the_other(tmp_path: Path) -> None:
+    ranks = run_ranks(_watch_one_node_of_two, 2, nodes=2, args=(str(tmp_path),), init_process_group="gloo")
+    first, second = values(ranks)
+    assert first["seen"] == [None, 1.0, 2.0]
+    assert sorted(first["events"]) == [("node_back", 0), ("node_stale", 0), ("nvml_back", 1), ("nvml_silent", 1)]
+    assert second["events"] == [("nvml_silent", 1), ("nvml_back", 1)]
 
 
 def test_the_store_is_reached_by_a_connection_of_its_own() -> None:
