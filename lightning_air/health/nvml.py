@@ -34,6 +34,7 @@ _KINDS: dict[int, ErrorKind] = {
     28: "gpu_lost",  # no longer on the bus
 }
 _FUNCTION_NOT_FOUND = 13
+_UNKNOWN = 999
 _TIMEOUT = 10
 _MAX_INSTANCES = 8
 
@@ -169,8 +170,8 @@ class Nvml:
         values = self.call("nvmlDeviceGetFieldValues", handle, list(ids))
         return [
             getattr(value.value, _MEMBERS[value.valueType])
-            if value.nvmlReturn == 0
-            else NvmlError(f"field {value.fieldId}", value.nvmlReturn, self._reason(value.nvmlReturn))
+            if value.nvmlReturn == 0 and value.valueType < len(_MEMBERS)
+            else NvmlError(f"field {value.fieldId}", value.nvmlReturn or _UNKNOWN, self._reason(value.nvmlReturn))
             for value in values
         ]
 
@@ -187,7 +188,7 @@ class Nvml:
         except self._library.NVMLError as error:
             raise NvmlError(function, error.value, self._reason(error.value)) from error
         except Exception as error:  # such as a name that is no UTF-8, or a mismatch of pynvml and the library
-            raise NvmlError(function, 999, f"{type(error).__name__}: {error}") from error
+            raise NvmlError(function, _UNKNOWN, f"{type(error).__name__}: {error}") from error
 
     def _reason(self, code: int) -> str:
         try:

@@ -191,6 +191,12 @@ def test_one_bad_field_of_two_leaves_the_other(machine: Machine) -> None:
     assert only(read_gpus()).nvlink_crc_errors == 6
 
 
+def test_a_field_of_a_type_that_is_not_known_is_not_read(machine: Machine) -> None:
+    machine(1).gpu(0).fields[82] = 2**64 - 1
+    sample = only(read_gpus())
+    assert (sample.hbm_temperature_c, sample.nvlink_replays) == (None, 0)
+
+
 def test_a_call_that_fails_now_and_then_is_kept_and_one_that_always_does_is_not(machine: Machine) -> None:
     stub, said = machine(1), Said()
     gpus = GpuReader(say=said)

@@ -277,6 +277,7 @@ int nvmlDeviceGetFieldValues(void *handle, int count, struct field_value *values
         values[i].code = id < NUM_FIELDS ? gpu->field_codes[id] : 2;
         values[i].type = id == 82 || id == 230 ? 1 : 3; /* as the driver has them: unsigned int or unsigned long long */
         if (values[i].code) continue;
+        if (gpu->fields[id] == ~0ULL) values[i].type = 99; /* of a driver from the future */
         if (values[i].type == 1) {
             values[i].value.large = ~0ULL; /* whoever reads the wrong member sees it */
             values[i].value.small = (uint32_t)gpu->fields[id];
