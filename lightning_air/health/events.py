@@ -1,9 +1,13 @@
-"""What happened to the GPUs of a run, in the order in which it became known; bounded, and said in the log."""
+"""What happened to the GPUs of a run, in the order in which it became known; bounded, and said in the log.
+
+What is about all machines alike (no driver, a value that this model does not tell) is said by each node in its own log
+only: rank 0 would repeat it for every node. What happens again and again is said a few times, and kept.
+"""
 
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +15,9 @@ log = logging.getLogger(__name__)
 
 MAX_EVENTS = 1000
 MAX_XIDS = 16
+# A broken GPU may tell the same error a thousand times a second.
+_MAX_SAID = 5
+_SAID_BY_OWN_NODE_ONLY = frozenset({"nvml_absent", "not_read"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._events: deque[HealthEvent] = deque(maxlen=MAX_EVENTS)
         self._own: deque[HealthEvent] = deque(maxlen=MAX_EVENTS)
+        self._num_said: Counter[tuple[object, ...]] = Counter()
         self._num_own = 0
         self._num_xids = 0
 
@@ -67,13 +75,14 @@ class EventLog:
             self._events.append(event)
             self._num_own += 1
             self._num_xids += kind == "xid"
-        log.warning("%s", message)
+        self._log(event, message)
 
     def add_from(self, event: HealthEvent) -> None:
         """Add an event of another node, and log it with the node's number."""
         with self._lock:
             self._events.append(event)
-        log.warning("Node %d: %s", event.node_rank, event.message)
+        if event.kind not in _SAID_BY_OWN_NODE_ONLY:
+            self._log(event, f"Node {event.node_rank}: {event.message}")
 
     def own_since(self, number: int) -> tuple[int, list[HealthEvent]]:
         """Return how many events this node has had, and those after the first `number`, if they are still kept."""
@@ -97,3 +106,11 @@ class EventLog:
         """The events, oldest first."""
         with self._lock:
             return list(self._events)
+
+    def _log(self, event: HealthEvent, message: str) -> None:
+        alike = (event.kind, event.node_rank, event.uuid, event.value)
+        with self._lock:
+            self._num_said[alike] += 1
+            number = self._num_said[alike]
+        if number <= _MAX_SAID:
+            log.warning("%s%s", message, " (Not said again; it is still counted.)" if number == _MAX_SAID else "")

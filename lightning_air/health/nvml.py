@@ -184,7 +184,8 @@ class Nvml:
         try:
             return getattr(self._library, function)(*arguments)
         except AttributeError as error:  # an old pynvml
-            raise NvmlError(function, _FUNCTION_NOT_FOUND, f"pynvml has no such function ({error})") from error
+            reason = f"pynvml has no {function}: update nvidia-ml-py"
+            raise NvmlError(function, _FUNCTION_NOT_FOUND, reason) from error
         except self._library.NVMLError as error:
             raise NvmlError(function, error.value, self._reason(error.value)) from error
         except Exception as error:  # such as a name that is no UTF-8, or a mismatch of pynvml and the library

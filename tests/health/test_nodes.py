@@ -209,6 +209,17 @@ def test_events_of_other_nodes_arrive_once_with_their_node() -> None:
     assert len(first.events.all) == 3 + 20, "a flood is cut to the newest"
 
 
+def test_rank_0_does_not_repeat_what_every_node_says_of_itself(caplog: pytest.LogCaptureFixture) -> None:
+    first, second, _ = two_nodes()
+    second.events.add("nvml_absent", "No GPU is watched: no library.")
+    second.events.add("gpu_lost", "GPU 1 is lost.", uuid="GPU-b")
+    second.polls()
+    first.polls()
+    assert [event.kind for event in first.events.all] == ["nvml_absent", "gpu_lost"]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["No GPU is watched: no library.", "GPU 1 is lost.", "Node 1: GPU 1 is lost."]
+
+
 def test_a_store_that_is_gone_is_said_once_and_the_own_gpus_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     first, second, clock = two_nodes()
     second.polls(sample("GPU-b"))

@@ -229,6 +229,20 @@ def test_older_functions_are_used_where_the_newer_are_missing(machine: Machine) 
     assert said == []
 
 
+def test_a_function_that_pynvml_lacks_is_not_read_and_it_is_said_what_to_do(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvidia-ml-py 12.560 has no margin."""
+    machine(1)
+    said = Said()
+    monkeypatch.delattr("pynvml.nvmlDeviceGetMarginTemperature")
+    gpus = GpuReader(say=said)
+    assert only(gpus.sweep()).temperature_margin_c == 27.0, "from the limit"
+    gpus.close()
+    ((_, message),) = said
+    assert message.endswith("temperature margin (pynvml has no nvmlDeviceGetMarginTemperature: update nvidia-ml-py).")
+
+
 def test_the_margin_follows_from_the_limit_where_only_that_is_told(machine: Machine) -> None:
     stub = machine(1)
     stub.refuse("nvmlDeviceGetMarginTemperature", NOT_SUPPORTED)

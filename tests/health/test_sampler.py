@@ -420,6 +420,18 @@ def test_the_process_ends_with_code_0_while_nvml_hangs(tmp_path: Path, function:
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_happens_again_and_again_is_said_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
+    events = EventLog()
+    for _ in range(100):
+        events.add("xid", "XID 31 on a", uuid="GPU-a", value=31)
+    events.add("xid", "XID 79 on a", uuid="GPU-a", value=79)
+    events.add("xid", "XID 31 on b", uuid="GPU-b", value=31)
+    said = [record.getMessage() for record in caplog.records]
+    again = "XID 31 on a (Not said again; it is still counted.)"
+    assert said == ["XID 31 on a"] * 4 + [again, "XID 79 on a", "XID 31 on b"]
+    assert events.num_xids == len(events.all) == 102
+
+
 def test_the_log_of_events_is_bounded_and_tells_what_is_new() -> None:
     events = EventLog(node_rank=3, clock=lambda: 5.0)
     for number in range(1_200):
