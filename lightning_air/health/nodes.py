@@ -202,14 +202,22 @@ class Nodes:
     def metrics(self) -> dict[str, float]:
         """Return what is logged now, by name: of all nodes on rank 0, elsewhere of this one."""
         nodes = [self._own, *self._others.values()]
-        reports = [node.report for node in nodes if node.report is not None and not node.is_silent]
-        rows = [row for report in reports for row in report.gpus.values()]
+        reports = self._fresh_reports()
+        rows = list(self.rows().values())
         num_stale = sum(node.is_silent for node in nodes)
         figures = combine_hosts(report.host for report in reports)
         if rows or num_stale:
             num_xids = sum(node.report.num_xids for node in nodes if node.report is not None)
             figures |= aggregate(rows, num_stale_nodes=num_stale, num_xids=num_xids)
         return figures
+
+    def rows(self) -> dict[GpuId, Row]:
+        """Return the last readings of all GPUs, but for those of silent nodes: on rank 0 of all nodes, as `metrics`."""
+        return {gpu: row for report in self._fresh_reports() for gpu, row in report.gpus.items()}
+
+    def _fresh_reports(self) -> list[Report]:
+        nodes = [self._own, *self._others.values()]
+        return [node.report for node in nodes if node.report is not None and not node.is_silent]
 
     def _report(self) -> Report:
         num_events, _ = self._events.own_since(0)

@@ -115,6 +115,7 @@ def test_rank_0_sees_the_gpus_of_all_nodes() -> None:
     assert metrics["gpu_health/gpus_seen/count"] == 3
     assert metrics["gpu_health/temperature_c/max"] == 80.0
     assert second.nodes.metrics()["gpu_health/gpus_seen/count"] == 2
+    assert [(gpu.uuid, gpu.node_rank) for gpu in first.nodes.rows()] == [("GPU-a", 0), ("GPU-b", 1), ("GPU-c", 1)]
     places = {(gpu.uuid, gpu.node_rank) for gpu in first.history.window().values}
     assert ("GPU-b", 1) in places
     assert ("GPU-c", 1) in places
