@@ -47,10 +47,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int | str 
     return code, shown.out, shown.err
 
 
-def is_read(stub: NvmlStub) -> None:
-    """Wait until all GPUs have been read once, and have surely been kept."""
-    deadline = time.monotonic() + 10
-    while stub.calls("nvmlDeviceGetFieldValues") < 4:
+def is_read(stub: NvmlStub, num_more: int = 4) -> None:
+    """Wait until both GPUs have been read, and have surely been kept: another reading has begun since."""
+    deadline = time.monotonic() + 20
+    wanted = stub.calls("nvmlDeviceGetFieldValues") + num_more
+    while stub.calls("nvmlDeviceGetFieldValues") < wanted:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -122,7 +123,10 @@ def test_watching_shows_what_changes_and_what_happens(
     def heat() -> None:
         stub.gpu(0).temperature = 85
         stub.tell(1, data=79)
-        time.sleep(0.7)
+        is_read(stub, num_more=6)
+        while not stub.state.num_events_told:
+            time.sleep(0.01)
+        time.sleep(0.3)
 
     pauses[:] = [lambda: is_read(stub), heat]
     code, shown, complaints = run(capsys, "--watch", "--interval", "0.1")
