@@ -15,6 +15,7 @@ from lightning_air.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
+from lightning_air.health import GPUHealth, GPUSample, read_gpus
 from lightning_air.strategy import AirStrategy
 
 if _typing.TYPE_CHECKING:
@@ -27,12 +28,15 @@ __all__ = [
     "AsyncUCCheckpointIO",
     "BadCheckpointError",
     "CheckpointFailedError",
+    "GPUHealth",
+    "GPUSample",
     "VolumeReader",
     "VolumeWriter",
     "__version__",
     "consolidate_checkpoint",
     "latest_checkpoint",
     "open_checkpoint",
+    "read_gpus",
     "verify_checkpoint",
 ]
 

@@ -110,6 +110,19 @@ class JobRun(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuVisibility:
+    """Which of the machine's GPUs CUDA shows to this process, as the environment says it.
+
+    Attributes:
+        devices: CUDA_VISIBLE_DEVICES as it stands there; None where it is unset (all GPUs), "" for none at all.
+        is_in_pci_order: CUDA_DEVICE_ORDER is PCI_BUS_ID, so that a number means the same GPU to CUDA and to NVML.
+    """
+
+    devices: str | None
+    is_in_pci_order: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class StagingArea:
     """A local directory for files on their way to a volume, and the bytes this user may still write there."""
 
@@ -201,6 +214,20 @@ def detect_job_run(environ: Mapping[str, str] | None = None) -> JobRun | None:
         return JobRun("slurm", slurm)
     torchrun = env.text("TORCHELASTIC_RUN_ID")
     return JobRun("torchrun", torchrun) if torchrun and torchrun != "none" else None  # "none" is torchrun's default
+
+
+def detect_gpu_visibility(environ: Mapping[str, str] | None = None) -> GpuVisibility:
+    """Tell which GPUs CUDA was told to show.
+
+    Args:
+        environ: The environment; None is `os.environ`.
+    """
+    environ = os.environ if environ is None else environ
+    # The one variable that means something when it is empty: CUDA then shows no GPU.
+    return GpuVisibility(
+        devices=environ.get("CUDA_VISIBLE_DEVICES"),
+        is_in_pci_order=environ.get("CUDA_DEVICE_ORDER", "").strip() == "PCI_BUS_ID",
+    )
 
 
 def staging_area(path: str | Path | None = None) -> StagingArea:

@@ -55,6 +55,7 @@ SUBCOMMANDS = {
     "checkpoints": Subcommand(
         "list, show, verify, consolidate or prune checkpoints, wherever they lie", "lightning_air.cli.checkpoints"
     ),
+    "gpus": Subcommand("show what the GPUs of this machine say, once or again and again", "lightning_air.cli.gpus"),
 }
 
 

@@ -1,1 +1,9 @@
-"""GPU health: a sick GPU is named before the job dies of it (to come)."""
+"""GPU health: a sick GPU is named before the job dies of it, at no cost to training."""
+
+from lightning_air.health.callback import GPUHealth
+from lightning_air.health.events import EventLog, HealthEvent
+from lightning_air.health.history import GpuId, History, Window
+from lightning_air.health.reader import read_gpus
+from lightning_air.health.sample import GPUSample
+
+__all__ = ["EventLog", "GPUHealth", "GPUSample", "GpuId", "HealthEvent", "History", "Window", "read_gpus"]

@@ -1,0 +1,1 @@
+"""GPUHealth, against a library of NVML that the tests steer."""
