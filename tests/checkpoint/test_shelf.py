@@ -111,10 +111,10 @@ def test_the_worker_outlives_a_deletion_that_fails_and_tells_of_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(Shelf, "remove", fails)
-        with pytest.warns(UserWarning, match="a could not be deleted: no package for it"):  # noqa: PT031 - in either
+        with pytest.warns(UserWarning, match="a could not be deleted: no package for it"):  # noqa: PT031 - in one of them
             io.remove_checkpoint(tmp_path / "a")
             save(io, tmp_path / "b", 0.0)
-    io.teardown()
+            io.teardown()
     assert verify_checkpoint(tmp_path / "b").valid
 
 

@@ -211,6 +211,9 @@ def test_points_of_a_run_that_was_deleted_wait_for_its_return(server: MlflowServ
         for step in range(10):
             append(spool, step)
         assert not writer.flush(0.5)
+        until = time.monotonic() + SECONDS
+        while "must be in the 'active' state" not in warnings.text and time.monotonic() < until:
+            time.sleep(0.02)
         assert "must be in the 'active' state" in warnings.text
         server.restore_run(run_id)
         assert writer.flush(SECONDS)
