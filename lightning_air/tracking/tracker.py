@@ -103,7 +103,7 @@ class Tracker:
             else:  # the thinner goes on where the server's acknowledgements ended
                 thinner = restore_thinner(load_progress(folder).thinner or read_run_info(folder).thinner)
             info, progress = read_run_info(folder), load_progress(folder)
-            if full_record or progress.kept is not None:
+            if full_record or info.full_record or progress.kept is not None:
                 self._record = FullRecord(folder, progress.kept, warn=warn, on_part=on_part)
         except BaseException:
             self._spool.close()
