@@ -94,6 +94,7 @@ class FullRecord:
         path = self._folder / (kept.part + _GROWING)
         member = gzip.compress("".join(lines).encode(), compresslevel=3)
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # an upload that has emptied it has removed it
             with path.open("ab") as file:
                 file.truncate(kept.num_bytes)  # of a commit that failed half-way
                 file.write(member)
