@@ -262,15 +262,16 @@ def test_events_of_an_earlier_attempt_are_not_lost() -> None:
 
 
 def test_who_takes_over_plans_with_what_is_left_after_all_others() -> None:
-    thinner = RunThinner(Thinner(step=1, max_metric_steps=100, reserve=0, exempt=()))
+    options = {"step": "auto", "max_metric_steps": 20_000, "reserve": 0, "exempt": ()}
+    thinner = RunThinner(Thinner(**options))
     points = thinned(thinner, every_step(range(10), "a"))
-    thinner.hand_over(RunThinner(Thinner(step=1, max_metric_steps=100, reserve=0, exempt=())), after=5, elsewhere=60)
+    thinner.hand_over(RunThinner(Thinner(**options)), after=5, elsewhere=18_000)
 
-    points += thinned(thinner, every_step(range(10, 500), "a")) + thinner.flush()
+    points += thinned(thinner, every_step(range(10, 20_000), "a")) + thinner.flush()
 
     assert [point.step for point in points[:15]] == [*range(15)], "what was left is thinned as it would have been"
-    assert 60 + len(points) <= thinner.thinner.used <= 100
-    assert points[-1].step > 400
+    assert 18_000 + len(points) <= thinner.thinner.used <= 20_000
+    assert points[-1].step == 19_999
 
 
 def test_what_others_take_meanwhile_is_planned_for() -> None:
