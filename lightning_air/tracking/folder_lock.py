@@ -3,11 +3,16 @@
 import fcntl
 import os
 import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 _NAME = "lock"
 _held: dict[str, int] = {}
 """Folder to process: the kernel's lock is the process', so a second one of our own would be granted."""
+# And to close any descriptor of the file gives the kernel's lock up. So one thread at a time; a signal handler may
+# interrupt it and release another folder.
+_changing = threading.RLock()
 
 
 class SpoolInUseError(RuntimeError):
@@ -31,18 +36,23 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._key = str(folder.resolve())
         self._path = folder / _NAME
-        if _held.get(self._key) == os.getpid():
-            raise SpoolInUseError(f"{folder} is in use by this process already. Close its spool first.")
-        self._descriptor = self._acquire()
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        _held[self._key] = os.getpid()
+        self._descriptor = -1
+        with _changing:
+            if _held.get(self._key) == os.getpid():
+                raise SpoolInUseError(f"{folder} is in use by this process already. Close its spool first.")
+            self._descriptor = self._acquire()
+            _held[self._key] = os.getpid()
+        with suppress(OSError):  # a full disk: then it does not say who
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def release(self) -> None:
         """Let others have the folder; again is as good as once."""
-        if _held.get(self._key) == os.getpid():
-            del _held[self._key]
-            os.close(self._descriptor)
+        with _changing:
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0 and _held.get(self._key) == os.getpid():
+                os.close(descriptor)
+                del _held[self._key]
 
     def _acquire(self) -> int:
         while True:
@@ -67,3 +77,11 @@ class FolderLock:
             return os.path.samestat(os.fstat(descriptor), self._path.stat())
         except FileNotFoundError:
             return False
+
+
+def _after_fork() -> None:
+    global _changing  # noqa: PLW0603 - the thread that may have had it is not here
+    _changing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -74,6 +74,11 @@ def body_bytes_of(word: int, available_bytes: int) -> int:
     return num_bytes
 
 
+def is_whole(word: int, body: memoryview) -> bool:
+    """Return whether a body is what was once written with this word."""
+    return crc32(_ZEROS, crc32(body)) == word >> 32
+
+
 class Decoder:
     """Reads the bodies of one segment; it has to be shown every definition before the records that need it."""
 
@@ -86,7 +91,7 @@ class Decoder:
         Raises:
             DamagedError: If the body is not what was once written.
         """
-        if crc32(_ZEROS, crc32(body)) != word >> 32:
+        if not is_whole(word, body):
             raise DamagedError("checksum")
         kind, names_id = _KIND.unpack_from(body)
         if kind == _NAMES:

@@ -54,15 +54,15 @@ class Segment:
         try:
             _allocate(descriptor, num_bytes)
             self._map = mmap.mmap(descriptor, num_bytes)
+            self.view = memoryview(self._map)
+            self.words = self.view.cast("Q")
+            self._touch()
+            self.view[: len(HEADER)] = HEADER
         except BaseException:
-            path.unlink()
+            path.unlink(missing_ok=True)
             raise
         finally:
             os.close(descriptor)
-        self.view = memoryview(self._map)
-        self.words = self.view.cast("Q")
-        self._touch()
-        self.view[: len(HEADER)] = HEADER
 
     def _touch(self) -> None:
         """Have the kernel map every page now, on the writer's thread, and not at the first store of training."""

@@ -70,7 +70,9 @@ class Spool:
         self.num_appended = self.num_dropped = self.num_bad_values = 0
         self._warn = WarnOnce() if warn is None else warn
         self._max_bytes = max_bytes
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # Others on the machine have no business in it, nor in what holds the folders of all runs.
+        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         self._folder_lock = FolderLock(self.folder)
         try:
             self._files = SpoolFiles(self.folder, segment_bytes=segment_bytes, max_bytes=max_bytes, clock=clock)
@@ -78,6 +80,7 @@ class Spool:
             self._folder_lock.release()
             raise
         self._reader = SpoolReader(self.folder)
+        self._end = Position(self._files.last_left, _FAR)
         self._is_closed = False
         self._append_lock = threading.RLock()
         self._is_appending = False
@@ -90,6 +93,9 @@ class Spool:
 
     def append(self, timestamp_ms: int, step: int, values: Mapping[str, float]) -> bool:
         """Keep a record; once this returns True, not even a SIGKILL loses it. Never raises.
+
+        In a signal handler that interrupts an `append` of its own thread, the record is only noted, and kept as soon as
+        that append ends, however it does, or the spool is closed.
 
         Returns:
             False if it was dropped: no space, nothing in it that is a number, or the spool is closed.
@@ -107,8 +113,8 @@ class Spool:
                 is_kept = self._drop("spool-error", f"Metrics of step {step!r} are lost: {error!r}.")
             finally:
                 self._is_appending = False
-            while self._deferred:
-                self.append(*self._deferred.popleft())
+                while self._deferred:
+                    self.append(*self._deferred.popleft())
             return is_kept
 
     def _append(self, timestamp_ms: int, step: int, values: Mapping[str, float]) -> bool:
@@ -181,9 +187,9 @@ class Spool:
                 return segment
         following = self._files.take(body_bytes + len(layout.definition))
         if following is not None:
+            self._segment = following  # first: Ctrl-C in between must not leave a segment that is finished
             if segment is not None:
                 self._files.retire(segment)
-            self._segment = following
         return following
 
     def _drop(self, kind: str, message: str) -> bool:
@@ -197,11 +203,17 @@ class Spool:
     def end(self) -> Position:
         """Behind the last record that has been appended."""
         segment = self._segment
-        return Position(self._files.last_left, _FAR) if segment is None else Position(segment.number, segment.offset)
+        return self._end if segment is None else Position(segment.number, segment.offset)
 
     def read(self, position: Position, max_records: int) -> list[tuple[Position, Record]]:
         """Return the records after a position, at most so many, each with the position after it."""
-        return self._reader.read(position, max_records, last=self.end.segment)
+        is_growing = self._segment is not None  # looked up before its end
+        return self._reader.read(position, max_records, last=self.end.segment, is_growing=is_growing)
+
+    @property
+    def num_damaged(self) -> int:
+        """Places where records were left out by `read`, because they are not as they were written."""
+        return self._reader.num_damaged
 
     def count_left(self, position: Position) -> int:
         """Return how many records an earlier spool has left after a position."""
@@ -225,22 +237,33 @@ class Spool:
         self._files.drop_spares()
 
     def close(self) -> None:
-        """Take no more records, and let others have the folder with what is in it; again is as good as once."""
-        with self._append_lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            segment, self._segment = self._segment, None
-        if segment is not None:
-            segment.close()
-        self._files.drop_spares()
-        self._reader.close()
-        self._folder_lock.release()
+        """Take no more records, and let others have the folder with what is in it; again is as good as once.
+
+        Never raises. A writer's thread that could not be waited for may go on reading.
+        """
+        try:
+            with self._append_lock:
+                if self._is_closed:
+                    return
+                if self._is_appending:  # this is a signal handler, and its thread will go on where it was
+                    self._end, self._segment = self.end, None
+                while self._deferred:
+                    self._append(*self._deferred.popleft())
+                self._end, self._is_closed = self.end, True
+                segment, self._segment = self._segment, None
+            if segment is not None:
+                segment.close()
+            self._files.close()
+        except Exception as error:  # noqa: BLE001 - what is written is written, and training goes on
+            self._warn("spool-close", f"{self.folder} is not closed as it should be: {error!r}.")
+        finally:
+            self._is_closed, self._segment = True, None
+            self._reader.close()
+            self._folder_lock.release()
 
     def leave_to_parent(self) -> None:
         """In a forked process: the folder and all that is mapped are the parent's, whatever its threads were doing."""
         self._append_lock = threading.RLock()
-        self._files.forget_lock()
         self._segment, self._is_closed, self._is_appending = None, True, False
         self._deferred.clear()
 

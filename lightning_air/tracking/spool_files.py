@@ -1,18 +1,19 @@
 """Which segment files a spool has: the one that comes next, those that are done with, and the space they all take."""
 
 import errno
-import threading
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from lightning_air.tracking.record_codec import HEADER, WORD_BYTES
 from lightning_air.tracking.segments import Position, Segment, segment_numbers, segment_path
+from lightning_air.tracking.spool_folder import noted_segment
 
 _RETRY_SECONDS = 1.0
 _WAIT_SECONDS = 1.0
+_SLICE_SECONDS = 0.005
 SMALLEST_BYTES = 64
 
 
@@ -26,10 +27,11 @@ class SpoolFiles:
         clock: The time in seconds.
 
     Attributes:
-        last_left: Number of the last segment that an earlier spool has left; 0 if there is none.
+        last_left: Number of the last segment that an earlier spool has left, or has used; 0 if there is none.
 
     Raises:
         ValueError: If a size is too small.
+        OSError: If the folder cannot be read.
     """
 
     def __init__(
@@ -43,35 +45,34 @@ class SpoolFiles:
         self._segment_bytes = segment_bytes
         self._max_bytes = max_bytes
         self._clock = clock
-        self._lock = threading.Lock()
         self._sizes = {number: segment_path(folder, number).stat().st_size for number in segment_numbers(folder)}
-        self.last_left = self._last_number = max(self._sizes, default=0)
+        # A number is never used again: progress that points at a segment which is deleted already (a process was killed
+        # while it removed the folder, or something sweeps old files) would have the new one of its number skipped.
+        self.last_left = self._last_taken = max(*self._sizes, noted_segment(folder), 0)
+        self._numbers = itertools.count(self.last_left + 1)
         self._spares: deque[Segment] = deque()
         self._retired: deque[Segment] = deque()
         self._retry_at_seconds = clock()
+        self._making: object | None = None
+        self._waited_for: object | None = None
+        self._is_closed = False
 
     def take(self, num_bytes: int) -> Segment | None:
         """Return an empty segment with room for so many bytes; None if there is no space. The appending thread's.
 
         Ordinarily it is there. If not (the writer was too slow, or the record is large), this waits for the disk, but
-        neither long nor again and again.
+        neither long nor again and again. No lock is taken: a signal handler may end this anywhere.
         """
-        if self._spares and self._spares[0].has_room(num_bytes):
-            return self._spares.popleft()
-        if self._clock() < self._retry_at_seconds or not self._lock.acquire(timeout=_WAIT_SECONDS):
-            return None
-        try:
-            while self._spares:
-                spare = self._spares.popleft()
-                if spare.has_room(num_bytes):
-                    return spare
-                self._discard(spare)
-            return self._make(num_bytes)
-        except OSError:
-            self._retry_at_seconds = self._clock() + _RETRY_SECONDS
-            return None
-        finally:
-            self._lock.release()
+        segment = self._pop_spare(num_bytes)
+        is_due = self._clock() >= self._retry_at_seconds
+        if segment is None and is_due and self._has_come():
+            try:
+                segment = self._pop_spare(num_bytes, discards=True) or self._make(num_bytes)
+            except OSError:
+                self._retry_at_seconds = self._clock() + _RETRY_SECONDS
+        if segment is not None:
+            self._last_taken = segment.number
+        return segment
 
     def retire(self, segment: Segment) -> None:
         """Take a segment back that nothing more is appended to. The appending thread's."""
@@ -80,42 +81,93 @@ class SpoolFiles:
 
     def prepare(self) -> None:
         """Have the next segment ready. The writer's thread's; to be called often."""
-        with self._lock:
-            while self._retired:
-                self._retired.popleft().close()
-            if not self._spares:
-                with suppress(OSError):  # it is said when a record is dropped
-                    self._spares.append(self._make(0))
+        self._close_retired()
+        if self._spares or self._is_closed:
+            return
+        self._making = object()
+        try:
+            self._spares.append(self._make(0))
+        except OSError:
+            pass  # it is said when a record is dropped
+        finally:
+            self._making = None
+        self._tidy()  # if it was closed meanwhile
 
     def release(self, position: Position) -> None:
         """Delete the segments before a position. The writer's thread's."""
-        with self._lock:
-            for number in [number for number in self._sizes if number < position.segment]:
+        for number in tuple(self._sizes):
+            if number < position.segment:
                 segment_path(self._folder, number).unlink(missing_ok=True)
-                del self._sizes[number]
+                self._sizes.pop(number, None)
 
     def drop_spares(self) -> None:
-        """Delete what was made and not taken. The writer's thread's."""
-        with self._lock:
-            while self._spares:
-                self._discard(self._spares.popleft())
-            while self._retired:
-                self._retired.popleft().close()
+        """Delete what was made and not taken. The writer's thread's, and `close`'s."""
+        self._close_retired()
+        while (spare := _popped(self._spares)) is not None:
+            self._discard(spare)
 
-    def forget_lock(self) -> None:
-        """In a forked process: the thread that may have held the lock is not here."""
-        self._lock = threading.Lock()
+    def close(self) -> None:
+        """Delete what was made and not taken, and make no more; any thread's, whatever the others are doing."""
+        self._is_closed = True
+        self.drop_spares()
+
+    def _tidy(self) -> None:
+        if self._is_closed:
+            self.drop_spares()
+
+    def _pop_spare(self, num_bytes: int, *, discards: bool = False) -> Segment | None:
+        """Return a segment made ahead, if there is one that fits; one that does not may be discarded."""
+        while (spare := _popped(self._spares)) is not None:
+            # Segments are read in the order of their numbers, so nobody would come back to an earlier one.
+            if spare.number > self._last_taken and spare.has_room(num_bytes):
+                return spare
+            if not discards:
+                self._spares.appendleft(spare)
+                return None
+            self._discard(spare)
+        return None
+
+    def _has_come(self) -> bool:
+        """Wait for the segment that the writer's thread makes right now; False if it takes long, and already did."""
+        making = self._making
+        if making is None:
+            return True
+        if making is self._waited_for:
+            return False
+        self._waited_for = making
+        for _ in range(round(_WAIT_SECONDS / _SLICE_SECONDS)):
+            time.sleep(_SLICE_SECONDS)
+            if self._making is not making:
+                return True
+        return False
 
     def _make(self, num_bytes: int) -> Segment:
         size = max(self._segment_bytes, len(HEADER) + num_bytes + WORD_BYTES)
-        if sum(self._sizes.values()) + size > self._max_bytes:
+        number = next(self._numbers)
+        self._sizes[number] = size  # first, as another thread may do the same now
+        try:
+            self._check_space()
+            return Segment(self._folder, number, size)
+        except OSError:  # after Ctrl-C the file may be there, and counts until its number is released
+            self._sizes.pop(number, None)
+            raise
+
+    def _check_space(self) -> None:
+        if sum(tuple(self._sizes.values())) > self._max_bytes:
             raise OSError(errno.EDQUOT, "the spool may not take more", str(self._folder))
-        self._last_number += 1
-        segment = Segment(self._folder, self._last_number, size)
-        self._sizes[segment.number] = size
-        return segment
 
     def _discard(self, spare: Segment) -> None:
         spare.close()
         segment_path(self._folder, spare.number).unlink(missing_ok=True)
-        del self._sizes[spare.number]
+        self._sizes.pop(spare.number, None)
+
+    def _close_retired(self) -> None:
+        while (segment := _popped(self._retired)) is not None:
+            segment.close()
+
+
+def _popped(segments: deque[Segment]) -> Segment | None:
+    try:
+        return segments.popleft()
+    except IndexError:  # another thread may have taken the last one since any look at it
+        return None

@@ -68,8 +68,23 @@ def read_run_info(folder: Path) -> RunInfo:
 def write_whole(path: Path, text: str) -> None:
     """Replace a small file; whoever reads it finds the old one or the new one, also after a SIGKILL."""
     scratch = path.with_name(path.name + _SCRATCH_SUFFIX)
-    scratch.write_text(text)
+    # Only the user's: a tracking URI may hold a password.
+    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(text)
     scratch.replace(path)
+
+
+def noted_segment(folder: Path) -> int:
+    """Return the number of the segment that the folder's progress points at; 0 if it says none.
+
+    Raises:
+        OSError: If the folder cannot be read.
+    """
+    try:
+        segment = json.loads((folder / PROGRESS_NAME).read_bytes())["position"][0]
+    except (FileNotFoundError, ValueError, TypeError, LookupError):  # then nobody goes on there either
+        return 0
+    return segment if type(segment) is int and segment > 0 else 0
 
 
 def add_set_aside(folder: Path, refused: Iterable[SetAside]) -> None:

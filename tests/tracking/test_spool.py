@@ -1,5 +1,6 @@
 """No record that was appended is lost, not by a SIGKILL either; none is read that was not; training never waits."""
 
+import contextlib
 import ctypes
 import dis
 import errno
@@ -24,14 +25,17 @@ from hypothesis import strategies as st
 
 from lightning_air.tracking import segments, spool_files
 from lightning_air.tracking import spool as spool_module
-from lightning_air.tracking.folder_lock import SpoolInUseError
+from lightning_air.tracking.folder_lock import FolderLock, SpoolInUseError
 from lightning_air.tracking.points import Record
+from lightning_air.tracking.progress import Progress, load_progress, save_progress
 from lightning_air.tracking.record_codec import HEADER, WORD_BYTES
 from lightning_air.tracking.segments import BEGINNING, Position, segment_numbers, segment_path
 from lightning_air.tracking.spool import Spool
+from lightning_air.tracking.spool_folder import RunInfo, remove_folder, write_run_info
 from lightning_air.tracking.spool_reader import SpoolReader
+from lightning_air.tracking.writer import Writer
 from tests.kit.ranks import run_ranks
-from tests.tracking.stand_ins import FakeTime, Warnings
+from tests.tracking.stand_ins import FakeTime, ListDoor, PassThrough, Warnings
 
 law = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 TWENTY = [f"train/metric_{index}" for index in range(20)]
@@ -257,6 +261,61 @@ def test_one_damaged_record_costs_one_record_and_is_logged(twelve: Twelve, caplo
     assert "is damaged at byte" in caplog.text
 
 
+@law
+@given(st.data())
+def test_a_bad_length_costs_no_record_behind_it(twelve: Twelve, data: st.DataObject) -> None:
+    step, bit = data.draw(st.integers(0, 10)), data.draw(st.integers(0, 31))
+    damaged = bytearray(twelve.content)
+    damaged[twelve.ends[step] + bit // 8] ^= 1 << bit % 8
+    # Behind the steps 0 and 1 it is that of the next record's names; then two or four steps have none.
+    assert {*range(step + 1), *range(step + 2, 12)} - set(steps_of(bytes(damaged))) <= {1, 2, 4, 5, 7, 8, 10, 11}
+    if step >= 2:
+        assert steps_of(bytes(damaged)) == [each for each in range(12) if each != step + 1]
+
+
+def test_a_page_of_zeros_costs_what_it_held_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # A machine that went down leaves that in a file whose blocks were allocated before.
+    with open_spool(tmp_path, segment_bytes=1 << 16) as spool:
+        for step in range(300):
+            append(spool, step)
+        ends = {record.step: position.offset for position, record in spool.read(BEGINNING, 1000)}
+    path = segment_path(tmp_path, 1)
+    whole = path.read_bytes()
+    for begin, end in ((8192, 12288), (ends[100], ends[150])):  # also from frame to frame
+        path.write_bytes(whole[:begin] + bytes(end - begin) + whole[end:])
+        caplog.clear()
+        with open_spool(tmp_path) as spool:
+            read = [record.step for _, record in spool.read(BEGINNING, 1000)]
+            assert spool.count_left(BEGINNING) == len(read)
+            assert spool.num_damaged == 1
+        lost = [step for step in range(300) if begin < ends[step] and (ends[step - 1] if step else 0) < end]
+        assert read == [step for step in range(300) if step not in lost]
+        assert "bytes of records are left out" in caplog.text
+        for name in segment_numbers(tmp_path)[1:]:
+            segment_path(tmp_path, name).unlink()
+
+
+def test_records_that_are_appended_while_one_looks_behind_the_end_are_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_air.tracking import spool_reader
+
+    with open_spool(tmp_path) as spool:
+        append(spool, 0)
+        reader, looked = SpoolReader(tmp_path), spool_reader._OpenSegment._next_whole
+
+        def look(segment: Any) -> int:
+            if spool.num_appended < 5:
+                append(spool, spool.num_appended)
+                append(spool, spool.num_appended)
+            return looked(segment)
+
+        monkeypatch.setattr(spool_reader._OpenSegment, "_next_whole", look)
+        assert [record.step for _, record in reader.read(BEGINNING, 100)] == [0, 1, 2, 3, 4]
+        assert reader.num_damaged == 0
+        reader.close()
+
+
 @pytest.mark.parametrize("content", [b"", b"x", bytes(4096), HEADER[:5], HEADER, HEADER[::-1] + bytes(100), b"x" * 99])
 def test_a_file_that_was_never_ready_holds_nothing(content: bytes, tmp_path: Path) -> None:
     segment_path(tmp_path, 1).write_bytes(content)
@@ -354,6 +413,64 @@ def test_ctrl_c_in_the_middle_of_an_append_costs_at_most_that_record(is_first: b
     assert set(kept) <= set(found) <= {*kept, *doubtful}
 
 
+@pytest.mark.parametrize("has_spare", [True, False], ids=["made ahead", "made now"])
+def test_ctrl_c_where_a_new_segment_begins_costs_at_most_that_record(has_spare: bool, tmp_path: Path) -> None:
+    number, is_inside = 0, True
+    while is_inside and number < 600:
+        number += 1
+        folder = tmp_path / str(number)
+        with open_spool(folder, segment_bytes=4096) as spool:
+            step = 0
+            while spool._segment is None or spool._segment.has_room(192):
+                assert append(spool, step)
+                step += 1
+            if not has_spare:
+                spool.drop_spare()
+            kept = list(range(step))
+            try:
+                is_inside = at_point(number, interrupt, lambda: append(spool, step))  # noqa: B023
+                kept.append(step)
+            except KeyboardInterrupt:
+                pass
+            for each in range(step + 1, step + 50):
+                assert append(spool, each)
+                kept.append(each)
+            preparing = threading.Thread(target=spool.prepare, daemon=True)
+            preparing.start()
+            preparing.join(10)
+            assert not preparing.is_alive()  # nothing is locked for ever
+            found = [record.step for _, record in spool.read(BEGINNING, 10**6)]
+        assert found == sorted(set(found))
+        assert set(kept) <= set(found) <= {*kept, step}
+        Spool(folder).close()
+    assert 10 < number < 600
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["raises", "closes and raises"])
+def test_what_a_signal_handler_logged_is_kept_however_it_ends(closes: bool, tmp_path: Path) -> None:
+    number, is_inside = 0, True
+    while is_inside and number < 600:
+        number += 1
+        spool = Spool(tmp_path / str(number))
+        append(spool, 0)
+        results: list[bool] = []
+
+        def handler() -> None:
+            results.append(append(spool, 2))  # noqa: B023
+            if closes:
+                spool.close()  # noqa: B023
+            raise KeyboardInterrupt
+
+        try:
+            is_inside = at_point(number, handler, lambda: append(spool, 1))  # noqa: B023
+        except KeyboardInterrupt:
+            assert results == [True]
+            spool.close()
+            assert {0, 2} <= set(steps_in(spool.folder)) <= {0, 1, 2}
+        spool.close()
+    assert 6 < number < 600
+
+
 def test_a_signal_handler_may_log_in_the_middle_of_an_append(tmp_path: Path) -> None:
     with open_spool(tmp_path) as spool:
         step, number = 0, 0
@@ -430,6 +547,83 @@ def test_without_a_writer_an_append_looks_for_space_itself_but_not_every_time(
         time_.now += 1
         assert append(spool, 1)
         assert sorted(segment_numbers(tmp_path)) == [1, 2, 5]  # what failed has left nothing
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["ordinary", "large"])
+def test_a_disk_that_stalls_is_waited_for_once(is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"metric_{index}" for index in range(600 if is_large else 20)]
+    stalls, goes_on = threading.Event(), threading.Event()
+
+    def allocate(descriptor: int, offset: int, num_bytes: int) -> None:
+        if threading.current_thread() is writer:
+            stalls.set()
+            goes_on.wait(30)
+        os.ftruncate(descriptor, num_bytes)
+
+    with open_spool(tmp_path, segment_bytes=4096, warn=Warnings()) as spool:
+        writer = threading.Thread(target=spool.prepare)
+        append(spool, 0)
+        monkeypatch.setattr(os, "posix_fallocate", allocate)
+        writer.start()
+        assert stalls.wait(10)
+        seconds = []
+        for step in range(200):
+            begun = time.perf_counter()
+            append(spool, step, names)
+            seconds.append(time.perf_counter() - begun)
+        assert sum(each > 0.2 for each in seconds) <= 1
+        assert sum(seconds) < 3
+        assert spool.num_dropped > 100
+        goes_on.set()
+        writer.join()
+        assert append(spool, 200)
+
+
+def test_segments_are_used_in_the_order_of_their_numbers_whoever_made_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, late = os.posix_fallocate, threading.Event()
+
+    def allocate(descriptor: int, offset: int, num_bytes: int) -> None:
+        real(descriptor, offset, num_bytes)
+        if threading.current_thread() is writer:
+            late.wait(30)
+
+    with open_spool(tmp_path, segment_bytes=4096) as spool:
+        append(spool, 0)
+        writer = threading.Thread(target=spool.prepare)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", allocate)
+            writer.start()
+            while spool._files._making is None:
+                time.sleep(0.001)
+            spool._files._making = None  # the appending thread had looked just before
+            step = 1
+            while append(spool, step) and spool.end.segment < 3:
+                step += 1
+            late.set()
+            writer.join()
+        for each in range(step + 1, step + 60):
+            assert append(spool, each)
+        found = [record.step for _, record in spool.read(BEGINNING, 1000)]
+        assert found == list(range(step + 60))
+        assert spool.end.segment > 3
+
+
+def test_a_spare_that_goes_while_it_is_taken_is_no_error(tmp_path: Path) -> None:
+    # The writer's thread gives it back when the disk is full, just as the other one has seen it.
+    warnings = Warnings()
+    with open_spool(tmp_path, segment_bytes=4096, warn=warnings) as spool:
+        number, is_inside = 0, True
+        while is_inside and number < 600:
+            number += 1
+            append(spool, 0)
+            spool.prepare()
+            while spool._segment is None or spool._segment.has_room(192):
+                assert append(spool, 0)
+            is_inside = at_point(number, spool.drop_spare, lambda: append(spool, 1))
+    assert 10 < number < 600
+    assert warnings == []
 
 
 def fill_a_disk(folder: str) -> list[Any]:
@@ -547,6 +741,68 @@ def test_a_closed_spool_takes_nothing(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [0]
 
 
+def test_a_writer_that_could_not_be_waited_for_may_go_on_reading(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, segment_bytes=1 << 14)
+    names = [f"layer_{index}" for index in range(300)]
+    for step in range(400):
+        append(spool, step, names)
+    errors: list[BaseException] = []
+    steps: list[int] = []
+    reads = threading.Event()
+
+    def read() -> None:
+        position = BEGINNING
+        try:
+            while found := spool.read(position, 3):
+                position = found[-1][0]
+                steps.extend(record.step for _, record in found)
+                reads.set()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        writer = threading.Thread(target=read)
+        writer.start()
+        assert reads.wait(10)
+        spool.close()
+        Spool(tmp_path).close()  # the folder is free
+        writer.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert steps == list(range(400))
+
+
+def test_a_reader_is_closed_while_it_reads_and_its_file_is_unmapped_then(tmp_path: Path) -> None:
+    with open_spool(tmp_path) as spool:
+        append(spool, 0)
+        append(spool, 1)
+    reader = SpoolReader(tmp_path)
+    reader.read(BEGINNING, 1)
+    with reader._open._view[:8]:  # as it reads
+        reader.close()
+    assert str(segment_path(tmp_path, 1)) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_folder_that_cannot_be_tidied_is_free_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings = Warnings()
+    spool = Spool(tmp_path, warn=warnings)
+    append(spool, 0)
+    spool.prepare()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        spool.close()
+    assert "Input/output error" in warnings.text
+    with open_spool(tmp_path) as spool:
+        assert spool.count_left(BEGINNING) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -583,6 +839,144 @@ def test_a_second_spool_is_told_who_has_the_folder(tmp_path: Path) -> None:
     (other,) = run_ranks(open_and_say, 1, args=(str(tmp_path),))
     assert other.value == "opened", other
     assert steps_in(tmp_path) == [0, 1]
+
+
+def test_of_two_threads_one_gets_the_folder(tmp_path: Path) -> None:
+    for attempt in range(100):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        barrier, locks = threading.Barrier(2), []
+
+        def take(folder: Path = folder, barrier: threading.Barrier = barrier, locks: list[Any] = locks) -> None:
+            barrier.wait()
+            with contextlib.suppress(SpoolInUseError):
+                locks.append(FolderLock(folder))
+
+        threads = [threading.Thread(target=take) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (lock,) = locks
+        lock.release()
+
+
+def test_a_lock_that_was_released_is_nobody_elses(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    first.release()
+    second = FolderLock(tmp_path)
+    first.release()
+    with pytest.raises(SpoolInUseError):
+        FolderLock(tmp_path)
+    second.release()
+
+
+def test_a_full_disk_does_not_keep_a_folder_from_being_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    warnings = Warnings()
+    with monkeypatch.context() as patch:
+        for name in ("pwrite", "posix_fallocate"):
+            patch.setattr(os, name, refuse)
+        num_open = len(list(Path("/proc/self/fd").iterdir()))
+        with open_spool(tmp_path / "run", warn=warnings) as spool:
+            assert not append(spool, 0)
+        assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+    assert "No space for metrics" in warnings.text
+    (other,) = run_ranks(open_and_say, 1, args=(str(tmp_path / "run"),))
+    assert other.value == "opened", other
+
+
+def test_what_a_spool_makes_is_its_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with open_spool(tmp_path / "spools" / "run") as spool:
+            append(spool, 0)
+            write_run_info(spool.folder, RunInfo(run_id="run", tracking_uri="https://me:secret@host", thinner={}))
+            made = [tmp_path / "spools", *(tmp_path / "spools").rglob("*")]
+            assert len(made) >= 5
+            assert [path.name for path in made if path.stat().st_mode & 0o077] == []
+    finally:
+        os.umask(before)
+
+
+# ---- after a folder was half removed -------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+def remove_until_killed(folder: Path, num_deletions: int) -> bool:
+    """Remove a folder, as a process does that is killed before its next deletion; return whether it was."""
+    left = num_deletions
+
+    def counted(call: Callable[..., None]) -> Callable[..., None]:
+        def counting(path: Path, **options: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            call(path, **options)
+
+        return counting
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("unlink", "rmdir"):
+            patch.setattr(Path, name, counted(getattr(Path, name)))
+        try:
+            remove_folder(folder)
+        except Killed:
+            return True
+    return False
+
+
+def test_an_attempt_after_a_kill_while_the_folder_was_removed_loses_nothing(tmp_path: Path) -> None:
+    num_deletions, is_killed = 0, True
+    while is_killed:
+        folder = tmp_path / str(num_deletions)
+        door, warnings = ListDoor(), Warnings()
+        for attempt in range(2):
+            with open_spool(folder, segment_bytes=4096, warn=warnings) as spool:
+                write_run_info(folder, RunInfo(run_id="run", tracking_uri="list://", thinner={}))
+                writer = Writer(
+                    spool, PassThrough(), door, "run", progress=load_progress(folder), warn=warnings, flush_seconds=0.05
+                )
+                writer.start()
+                for step in range(100):
+                    assert append(spool, 1000 * attempt + step, TWENTY[:10])
+                assert writer.flush(10)
+                assert writer.close(10)
+                if attempt == 0:
+                    assert load_progress(folder).position.segment > 2
+                    is_killed = remove_until_killed(folder, num_deletions)
+        assert {point.step for point in door.stored} == {*range(100), *range(1000, 1100)}
+        assert warnings == []
+        num_deletions += 1
+    assert num_deletions > 7
+
+
+def test_segments_that_were_swept_away_do_not_have_later_ones_skipped(tmp_path: Path) -> None:
+    with open_spool(tmp_path, segment_bytes=4096) as spool:
+        for step in range(50):
+            append(spool, step)
+        save_progress(tmp_path, Progress(position=spool.end))
+        left = spool.end
+    for number in segment_numbers(tmp_path):
+        segment_path(tmp_path, number).unlink()
+    with open_spool(tmp_path, segment_bytes=4096) as spool:
+        for step in range(50, 60):
+            append(spool, step)
+        assert [record.step for _, record in spool.read(left, 100)] == list(range(50, 60))
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", '{"position": []}', '{"position": ["x"]}', "\xff"])
+def test_progress_that_says_nothing_is_no_hindrance(text: str, tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_text(text)
+    with open_spool(tmp_path) as spool:
+        assert append(spool, 0)
+    assert segment_numbers(tmp_path) == [1]
 
 
 def die_and_leave_a_worker(folder: str) -> None:
