@@ -146,12 +146,15 @@ class SpoolFiles:
         number = next(self._numbers)
         self._sizes[number] = size  # first, as another thread may do the same now
         try:
-            if sum(tuple(self._sizes.values())) > self._max_bytes:
-                raise OSError(errno.EDQUOT, "the spool may not take more", str(self._folder))  # noqa: TRY301 - gives its size back, as any other
+            self._check_space()
             return Segment(self._folder, number, size)
         except OSError:  # after Ctrl-C the file may be there, and counts until its number is released
             self._sizes.pop(number, None)
             raise
+
+    def _check_space(self) -> None:
+        if sum(tuple(self._sizes.values())) > self._max_bytes:
+            raise OSError(errno.EDQUOT, "the spool may not take more", str(self._folder))
 
     def _discard(self, spare: Segment) -> None:
         spare.close()

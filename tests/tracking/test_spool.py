@@ -561,7 +561,7 @@ def test_a_disk_that_stalls_is_waited_for_once(is_large: bool, tmp_path: Path, m
         os.ftruncate(descriptor, num_bytes)
 
     with open_spool(tmp_path, segment_bytes=4096, warn=Warnings()) as spool:
-        writer = threading.Thread(target=lambda: spool.prepare())  # noqa: PLW0108
+        writer = threading.Thread(target=spool.prepare)
         append(spool, 0)
         monkeypatch.setattr(os, "posix_fallocate", allocate)
         writer.start()
