@@ -271,8 +271,12 @@ class LineCopy:
     def _shorten(self, data: bytes) -> None:
         """Replace the file by one without its middle."""
         scratch = self.path.with_name(self.path.name + ".new")
-        scratch.write_bytes(shortened(self.path.read_bytes() + data, self._max_bytes))
-        scratch.replace(self.path)
+        try:
+            scratch.write_bytes(shortened(self.path.read_bytes() + data, self._max_bytes))
+            scratch.replace(self.path)
+        except OSError:
+            scratch.unlink(missing_ok=True)  # on a full disk
+            raise
         self._reopen()
 
     def _reopen(self) -> None:

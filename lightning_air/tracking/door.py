@@ -1,17 +1,21 @@
 """The door to the tracking server or database: what the writer asks of it, behind any tracking URI."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mlflow.entities import Metric, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.file_store import FileStore
 from mlflow.store.tracking.rest_store import RestStore
 from mlflow.tracking._tracking_service import utils
 
 from lightning_air.tracking.door_errors import Unreachable, judge, one_line
 from lightning_air.tracking.points import Point
 from lightning_air.tracking.rest_door import REQUEST_SECONDS, RestDoor
+
+logger = logging.getLogger(__name__)
 
 _tracking_service: Any = utils  # it has no types
 
@@ -68,12 +72,20 @@ class _LazyDoor:
             except Exception as error:
                 raise Unreachable(one_line(f"{self._tracking_uri} cannot be opened: {error}")) from error
             rest = isinstance(store, RestStore)
+            if isinstance(store, FileStore):
+                logger.warning(
+                    "%s is a folder of files, which keeps points twice that have to be sent again, after a crash or an "
+                    "error. A database keeps each once: tracking_uri='sqlite:///mlflow.db'.",
+                    one_line(self._tracking_uri),
+                )
             self._door = RestDoor(store.get_host_creds, self._clock) if rest else StoreDoor(store)
         return self._door
 
 
 class StoreDoor:
-    """A database or a folder that this process writes itself; its time limits are the store's own.
+    """A database that this process writes itself; its time limits are the store's own.
+
+    MLflow's folder of files, where MLflow still allows it, keeps a point twice that is sent twice, as after a crash.
 
     Args:
         store: MLflow's.

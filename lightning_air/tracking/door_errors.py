@@ -21,6 +21,8 @@ _LATER = {408, 425, 429}
 # Other refusals (no permission, no such run, a quota) say nothing about the points.
 _BLAMES_CONTENT = {400, 413, 422}
 _CONTENT_CODES = {"", "BAD_REQUEST", "INVALID_PARAMETER_VALUE", "MALFORMED_REQUEST"}
+# MLflow's for nearly everything that goes wrong between it and its database: no free connection, a failover.
+_DOUBTFUL_CODE = "BAD_REQUEST"
 
 
 class DoorError(Exception):
@@ -33,11 +35,17 @@ class Refused(DoorError):  # noqa: N818 - the name says it
     Attributes:
         blames_content: Something in the request may be at fault. False if it is the run or the right to write it: then
             the same content may be taken later.
+        is_doubtful: It blames the content, but may mean a fault of the server's own that passes.
+        is_mlflows: It is MLflow that says so, and not something in front of it that may be starting up.
     """
 
-    def __init__(self, reason: str, *, blames_content: bool) -> None:
+    def __init__(
+        self, reason: str, *, blames_content: bool, is_doubtful: bool = False, is_mlflows: bool = True
+    ) -> None:
         super().__init__(reason)
         self.blames_content = blames_content
+        self.is_doubtful = is_doubtful
+        self.is_mlflows = is_mlflows
 
 
 class Busy(DoorError):  # noqa: N818
@@ -76,7 +84,8 @@ def judge(status: int, text: str, headers: Mapping[str, str]) -> None:
     except ValueError:
         found = None
     answer = found if isinstance(found, dict) else None
-    if status == HTTPStatus.OK and (answer is not None or text.strip() in ("", "200 OK")):
+    # MLflow answers with an object. An empty answer is one of something in front of it, or was cut off in its headers.
+    if status == HTTPStatus.OK and answer is not None:
         return
     code, message = (str(answer.get("error_code", "")), str(answer.get("message", ""))) if answer else ("", text)
     reason = one_line(f"HTTP {status} {code}: {message}")
@@ -84,7 +93,9 @@ def judge(status: int, text: str, headers: Mapping[str, str]) -> None:
         raise Busy(reason, retry_after_seconds(headers.get("Retry-After")))
     if status < HTTPStatus.BAD_REQUEST:
         raise Unreachable(f"An answer that is not MLflow's: {reason}")
-    raise Refused(reason, blames_content=status in _BLAMES_CONTENT and code in _CONTENT_CODES)
+    blames_content = status in _BLAMES_CONTENT and code in _CONTENT_CODES
+    is_doubtful = blames_content and code == _DOUBTFUL_CODE
+    raise Refused(reason, blames_content=blames_content, is_doubtful=is_doubtful, is_mlflows=answer is not None)
 
 
 def retry_after_seconds(header: str | None) -> float | None:

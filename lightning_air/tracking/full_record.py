@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 from mlflow import MlflowClient
@@ -26,6 +26,7 @@ ARTIFACT_FOLDER = "metrics"
 PART_BYTES = 16 << 20
 
 _COMPLETE, _GROWING = ".jsonl.gz", ".part"
+_TRIES = 3
 
 
 class Kept(NamedTuple):
@@ -70,7 +71,6 @@ class FullRecord:
         self._part_bytes = part_bytes
         self._lines: list[str] = []
         self._pid = os.getpid()
-        self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob(f"*{_GROWING}"):
             if kept is None or path.name != kept.part + _GROWING:
                 path.unlink()
@@ -94,8 +94,7 @@ class FullRecord:
         path = self._folder / (kept.part + _GROWING)
         member = gzip.compress("".join(lines).encode(), compresslevel=3)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)  # an upload that has emptied it has removed it
-            with path.open("ab") as file:
+            with _opened(path) as file:
                 file.truncate(kept.num_bytes)  # of a commit that failed half-way
                 file.write(member)
         except OSError as error:
@@ -121,6 +120,15 @@ class FullRecord:
                 path.rename(self._folder / (kept.part + _COMPLETE))
         except OSError as error:
             self._warn("full record", f"A part of the full record of metrics stays in {path}: {error}.")
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a part at its end. `send_record` on another thread removes the folder when all that was in it is sent."""
+    for _ in range(_TRIES):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):
+            return path.open("ab")
+    return path.open("ab")
 
 
 def send_record(client: MlflowClient, run_id: str, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """What the user asks of the logger, checked before anything is opened."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from lightning_air.tracking.thinning import Thinner
 from lightning_air.tracking.window import Aggregate
 
 # Not "lightning-air-…": that is what checkpoints' scratch folders are called, which are swept.
-_SPOOLS = "lightning_air_spool"
+# Each user has his own: on a machine that several share, the folder of the first one is closed to the others.
+_SPOOLS = f"lightning_air_spool-{os.getuid()}"
 
 
 @dataclass(frozen=True, kw_only=True)

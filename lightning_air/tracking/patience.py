@@ -86,6 +86,12 @@ class Patience:
                 if not is_firm:
                     return
 
-    def back_off(self, attempt: int) -> None:
-        """Pause after a failed attempt, counted from 0."""
-        self.pause(backoff_seconds(attempt, self._chance()))
+    def back_off(self, attempt: int, *, at_least_seconds: float = 0.0) -> None:
+        """Pause after a failed attempt, counted from 0.
+
+        Args:
+            attempt: Which.
+            at_least_seconds: A server has asked for that. It may ask for none at all, or for a date that is past.
+        """
+        self.pause(at_least_seconds, is_firm=True)
+        self.pause(backoff_seconds(attempt, self._chance()) - at_least_seconds)

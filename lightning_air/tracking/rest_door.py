@@ -1,8 +1,12 @@
-"""A tracking server behind HTTP: one request, one answer, and never a wait that is not ours.
+"""A tracking server behind HTTP: one request, one answer, and no wait of a client's own.
 
 MLflow's client tries again for minutes by itself, and hides the status and Retry-After. So requests go out through its
 own `http_request`, with its credentials, but one at a time and within a time limit. The process-wide
 MLFLOW_HTTP_REQUEST_* variables stay as the user has set them.
+
+Two waits are longer than the time limit: an answer's headers that come byte by byte, each byte within the limit, and a
+login through the Databricks SDK, which has minutes of its own. They delay the writer's thread, and nobody who waits for
+it until a deadline.
 """
 
 import json
@@ -22,7 +26,7 @@ from lightning_air.tracking.door_errors import TooLate, Unreachable, judge, one_
 from lightning_air.tracking.points import Point
 
 REQUEST_SECONDS = 30.0
-"""How long a request may take by default: the server's work, and every byte of its answer."""
+"""How long a request may take by default: the server's work, and every byte of its answer's body."""
 
 _LOG_BATCH = "/api/2.0/mlflow/runs/log-batch"
 _SET_TAG = "/api/2.0/mlflow/runs/set-tag"

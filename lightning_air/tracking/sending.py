@@ -1,7 +1,8 @@
 """Bring points to the server, in order, whatever it takes: wait, try again, and find out which ones it refuses.
 
 A point that the server refuses for its own sake is set aside, with the server's reason, and all others arrive. What is
-refused for another reason (the credentials have run out, the run is deleted) is kept and tried again, as in an outage.
+refused for another reason (the credentials have run out, the run is deleted) is kept and tried again, as in an outage;
+and where the reason is in doubt, for minutes, before it is set aside.
 """
 
 import itertools
@@ -29,6 +30,10 @@ REFUSED_TAG = f"{TAG_PREFIX}refused_points"
 
 LONGEST_RETRY_AFTER_SECONDS = 300.0
 REFUSED_RUN_PAUSE_SECONDS = 60.0
+DOUBT_SECONDS = 300.0
+"""A point is refused for longer than that, alone, before it is believed that a doubtful answer is about the point."""
+
+_DOUBTFUL_TIMES = 8
 # A batch that is stored already takes a server many times as long. So one that it finished too late would never be
 # acknowledged; its halves will.
 _OVERTAXED_TIMES = 2
@@ -97,7 +102,7 @@ class Sender:
         self._clock = clock
         self._next_request_seconds = clock()
         self._outages = Outages(self.stats, warn, clock)
-        self._refusals = Refusals()
+        self._refusals = Refusals(clock)
 
     def send(self, points: Sequence[Point], *, before: Callable[[], int] | None = None) -> Outcome:
         """Send points until all are acknowledged or set aside, or the patience is at its end.
@@ -130,82 +135,105 @@ class Sender:
         is_run_open = False
         while waiting:
             part = waiting.pop()
-            asked = [index for index, point in enumerate(part) if not self._refusals.is_bad(point)]
-            points = [part[index] for index in asked]
-            halves = [part[asked[len(asked) // 2] :], part[: asked[len(asked) // 2]]] if len(asked) > 1 else []
+            bad = self._refusals.bad_keys()
+            points = [point for point in part if point.key not in bad] if bad else part
+            halves = _halves(part, points)
             try:
                 reason = self._reason_against(points) if points else None
             except TooLargeError:
                 waiting += halves
                 continue
-            if reason is not None and not is_run_open:
-                # Is it the points, or the run? A tag that says that points were refused tells, and is worth having.
-                of_run = self._insist(lambda: self._door.set_tag(self._run_id, REFUSED_TAG, "true"))
-                if of_run is not None:
-                    self._wait_for_run(of_run)
+            # Is it the points, or the run? Asked before a batch is taken apart, and again before a point is set aside:
+            # meanwhile the run may have been deleted.
+            if reason is not None and not (is_run_open and halves):
+                if not self._is_run_open():
+                    is_run_open = False
                     waiting.append(part)
                     continue
-            is_run_open = is_run_open or bool(points)
+                is_run_open = True
             if reason is not None and halves:
                 waiting += halves
                 continue
-            if reason is not None:
-                self._refusals.refused(points[0], reason)
-            else:
+            if reason is None:
                 self._refusals.stored(points)
-            refused = [point for point in part if reason is not None or self._refusals.is_bad(point)]
-            outcome.set_aside += [SetAside(point, self._refusals.reason(point)) for point in refused]
+            else:
+                self._refusals.refused(points[0], reason)
+                bad[points[0].key] = reason
+            outcome.set_aside += [SetAside(point, bad[point.key]) for point in part if point.key in bad]
             outcome.num_done += len(part)
+
+    def _is_run_open(self) -> bool:
+        """Return whether the run takes anything; if not, after a while. The tag is of use in itself."""
+        reason = self._insist(self._tag_refused)
+        if reason is not None:
+            self._wait_for_run(reason)
+        return reason is None
+
+    def _tag_refused(self) -> None:
+        self._keep_distance()
+        self._door.set_tag(self._run_id, REFUSED_TAG, "true")
 
     def _reason_against(self, points: Sequence[Point]) -> str | None:
         """Return None once the server has stored the points, or why it refuses them."""
-        return self._insist(lambda: self._request(points), can_split=len(points) > _SMALL_BATCH)
+        return self._insist(
+            lambda: self._request(points), can_split=len(points) > _SMALL_BATCH, is_alone=len(points) == 1
+        )
 
-    def _insist(self, call: Callable[[], object], *, can_split: bool = False) -> str | None:
+    def _insist(self, call: Callable[[], object], *, can_split: bool = False, is_alone: bool = False) -> str | None:
         """Call until it succeeds, or is refused for what it carries; then return the reason.
 
         Raises:
             GaveUpError: If there is no more time.
             TooLargeError: If it may be, and the server fails at it or is too slow, again and again.
         """
-        num_overtaxed = 0
+        num_overtaxed = num_refused = 0
+        begun_seconds = self._clock()
         for attempt in itertools.count():
             if self._patience.seconds_left <= 0:
                 break
             try:
                 call()
             except Refused as error:
-                if error.blames_content:
+                num_refused += 1
+                seconds = self._clock() - begun_seconds
+                is_sure = not error.is_doubtful or (num_refused >= _DOUBTFUL_TIMES and seconds >= DOUBT_SECONDS)
+                if error.blames_content and (is_sure or not is_alone):
                     return str(error)
                 self._outages.failed(error)
-                self._wait_for_run(str(error))
-            except Exception as error:
-                self._outages.failed(error)
-                retry_after_seconds = error.retry_after_seconds if isinstance(error, Busy) else None
-                num_overtaxed += isinstance(error, Busy | TooLate) and retry_after_seconds is None
-                if can_split and num_overtaxed >= _OVERTAXED_TIMES:
-                    raise TooLargeError from error
-                if retry_after_seconds is None:
+                # When all has to end: the door renews its credentials for the next request, and a gateway may start up.
+                may_pass = num_refused == 1 or not error.is_mlflows
+                if error.is_doubtful or (self._patience.is_ending and may_pass):
                     self._patience.back_off(attempt)
                 else:
-                    self._patience.pause(min(retry_after_seconds, LONGEST_RETRY_AFTER_SECONDS), is_firm=True)
+                    self._wait_for_run(str(error))
+            except Exception as error:
+                self._outages.failed(error)
+                asked_seconds = error.retry_after_seconds if isinstance(error, Busy) else None
+                num_overtaxed += isinstance(error, Busy | TooLate) and asked_seconds is None
+                if can_split and num_overtaxed >= _OVERTAXED_TIMES:
+                    raise TooLargeError from error
+                self._patience.back_off(attempt, at_least_seconds=min(asked_seconds or 0, LONGEST_RETRY_AFTER_SECONDS))
             else:
                 self._outages.succeeded()
                 return None
         raise GaveUpError
 
     def _request(self, points: Sequence[Point]) -> None:
-        if (seconds := self._next_request_seconds - self._clock()) > 0:
-            self._patience.pause(seconds, is_firm=True)
+        self._keep_distance()
         left = self._patience.seconds_left
         timeout_seconds = next((seconds for seconds in _REQUEST_SECONDS if seconds <= left), _REQUEST_SECONDS[-1])
         started = self._clock()
-        self._next_request_seconds = started + self._request_distance_seconds
         self.stats.num_requests += 1
         try:
             self._door.log_batch(self._run_id, points, timeout_seconds=timeout_seconds)
         finally:
             self.stats.request_seconds += self._clock() - started
+
+    def _keep_distance(self) -> None:
+        """Wait until the next request may begin."""
+        if (seconds := self._next_request_seconds - self._clock()) > 0:
+            self._patience.pause(seconds, is_firm=True)
+        self._next_request_seconds = self._clock() + self._request_distance_seconds
 
     def _wait_for_run(self, reason: str) -> None:
         """Wait until what has nothing to do with the points may have changed; when all has to end, give up."""
@@ -218,3 +246,20 @@ class Sender:
         if self._patience.is_ending:
             raise GaveUpError
         self._patience.pause(REFUSED_RUN_PAUSE_SECONDS)
+
+
+def _halves(part: Sequence[Point], asked: Sequence[Point]) -> list[Sequence[Point]]:
+    """Return a part in two, the latter first, each with half of the points that are asked about; none of a single one.
+
+    Args:
+        part: A part of a batch.
+        asked: Those of its points that are sent, in their order.
+    """
+    if len(asked) < 2:  # noqa: PLR2004
+        return []
+    middle = len(asked) // 2
+    if len(asked) == len(part):
+        return [part[middle:], part[:middle]]
+    keys = {point.key for point in asked}
+    at = [index for index, point in enumerate(part) if point.key in keys][middle]
+    return [part[at:], part[:at]]

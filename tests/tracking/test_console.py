@@ -1,6 +1,7 @@
 """The output is in the files, whatever wraps it, and the user sees what he saw without them."""
 # ruff: noqa: T201 - what is printed is the subject
 
+import errno
 import io
 import os
 import random
@@ -424,3 +425,20 @@ def test_costs_little(tmp_path: Path) -> None:
         best = min(best, (time.perf_counter() - begun) / 500)
     copy.close()
     assert best < 20e-6
+
+
+def test_a_full_disk_leaves_no_half_of_a_shorter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = LineCopy(tmp_path / "stdout.log", max_bytes=1000)
+    written = Path.write_bytes
+
+    def fill(path: Path, data: bytes) -> int:
+        written(path, data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    copy.open()
+    copy.add("x" * 900 + "\n")
+    with pytest.raises(OSError, match="No space left"):
+        copy.add("x" * 900 + "\n")
+    copy.abandon()
+    assert [path.name for path in tmp_path.iterdir()] == ["stdout.log"]

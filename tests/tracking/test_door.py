@@ -2,6 +2,8 @@
 
 import json
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -173,6 +175,38 @@ def test_an_answer_that_does_not_come_in_time(server: MlflowServer, proxy: Fault
         assert time.monotonic() - begun < 5
 
 
+def test_headers_that_drip_and_are_cut_off_are_no_acknowledgement() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                for byte in b"HTTP/1.1 200 OK\r\nX-Filler: aaa":
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.01)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        door = open_door(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        assert isinstance(raised(lambda: door.log_batch("run", POINTS, timeout_seconds=2.0)), Unreachable)
+        thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_a_folder_of_files_is_said_to_keep_points_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    run_id, door = MlflowClient(uri).create_run("0").info.run_id, open_door(uri)
+    for _ in range(2):
+        door.log_batch(run_id, POINTS)
+    assert len(MlflowClient(uri).get_metric_history(run_id, POINTS[0].key)) == 2  # MLflow's doing
+    assert caplog.text.count("keeps points twice") == 1
+    assert "sqlite:///mlflow.db" in caplog.text
+
+
 def test_a_connection_that_is_cut_after_storing_leaves_it_open(server: MlflowServer, proxy: FaultyProxy) -> None:
     run_id, door = server.create_run(), open_door(proxy.url)
     proxy.set(Fault(cuts=True, times=1))
@@ -254,9 +288,14 @@ def test_retry_after_as_a_date() -> None:
     assert retry_after_seconds(format_datetime(now - timedelta(days=1), usegmt=True)) == 0
 
 
-@pytest.mark.parametrize("text", ["{}", '{"anything": 1}', "", "200 OK", " \n"])
+@pytest.mark.parametrize("text", ["{}", '{"anything": 1}', " {}\n"])
 def test_acknowledgements(text: str) -> None:
     judge(200, text, {})
+
+
+@pytest.mark.parametrize("text", ["", "200 OK", "OK", " \n", "null", "[]", '"ok"', "1", '{"cut off'])
+def test_an_answer_of_something_in_between_acknowledges_nothing(text: str) -> None:
+    assert type(raised(lambda: judge(200, text, {}))) is Unreachable
 
 
 @pytest.mark.parametrize("status", [100, 204, 302, 400, 404, 413, 422, 429, 500, 599])
@@ -282,6 +321,12 @@ def test_all_else_is_one_of_three(status: int, text: str) -> None:
 def test_which_refusals_may_be_the_points_fault(status: int, code: str, blames_content: bool) -> None:
     error = raised(lambda: judge(status, json.dumps({"error_code": code, "message": "m"}), {}))
     assert error.blames_content is blames_content
+    assert error.is_doubtful is (code == "BAD_REQUEST")
+
+
+@pytest.mark.parametrize(("text", "is_mlflows"), [("<html>", False), ("", False), ('{"error_code": "X"}', True)])
+def test_who_refuses(text: str, is_mlflows: bool) -> None:
+    assert raised(lambda: judge(404, text, {})).is_mlflows is is_mlflows
 
 
 def test_a_reason_is_one_short_line_without_passwords() -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import resource
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -86,11 +87,11 @@ def test_each_record_is_kept_once_whenever_the_process_dies(
     record.finish()
     found = [
         json.loads(line)
-        for path in (folder / RECORD_FOLDER).iterdir()
+        for path in (folder / RECORD_FOLDER).glob("*")
         for line in gzip.decompress(path.read_bytes()).splitlines()
     ]
     assert sorted(line["step"] for line in found) == list(range(step))
-    assert {path.suffix for path in (folder / RECORD_FOLDER).iterdir()} <= {".gz"}
+    assert {path.suffix for path in (folder / RECORD_FOLDER).glob("*")} <= {".gz"}
 
 
 def test_a_line_holds_the_values_as_they_were_logged(tmp_path: Path) -> None:
@@ -101,6 +102,53 @@ def test_a_line_holds_the_values_as_they_were_logged(tmp_path: Path) -> None:
     [line] = lines_in(tmp_path / RECORD_FOLDER)
     assert math.isnan(line["values"].pop("odd"))
     assert line == {"timestamp_ms": 1_700_000_000_007, "step": 7, "values": {"loss": 1.0}}
+
+
+class Uploads:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.folder.mkdir()
+
+    def log_artifact(self, run_id: str, local_path: str, artifact_path: str) -> None:
+        shutil.copy(local_path, self.folder)
+
+
+def test_a_part_that_is_uploaded_before_the_next_one_begins_takes_no_record_with_it(tmp_path: Path) -> None:
+    folder, warnings = tmp_path / "spool", Warnings()
+    folder.mkdir()
+    (folder / "lock").touch()
+    before = FullRecord(folder, None, warn=warnings)
+    before.add(record_of(0))
+    record = FullRecord(folder, before.commit(), warn=warnings)  # killed in between
+    client: Any = Uploads(tmp_path / "uploads")
+    for step in range(1, 5):
+        send_record(client, "run", folder)
+        assert step > 1 or not (folder / RECORD_FOLDER).exists()
+        record.add(record_of(step))
+        record.commit()
+    record.finish()
+    send_record(client, "run", folder)
+    assert sorted(steps_in(client.folder)) == list(range(5))
+    assert warnings == []
+
+
+def test_the_folder_of_parts_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, warnings = FullRecord(tmp_path, None, warn=Warnings()), Warnings()
+    opened, tries = Path.open, []
+
+    def open_late(path: Path, mode: str = "r", **options: Any) -> Any:
+        if mode == "ab" and not tries:
+            tries.append(path)
+            path.parent.rmdir()
+        return opened(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_late)
+    record.add(record_of(0))
+    record.commit()
+    record.finish()
+    assert tries
+    assert warnings == []
+    assert steps_in(tmp_path / RECORD_FOLDER) == [0]
 
 
 def test_a_full_disk_makes_a_gap_and_says_so(tmp_path: Path) -> None:

@@ -508,7 +508,7 @@ def test_where_the_spool_is_by_default(store: Store) -> None:
         At(1, lambda _: seen.append([path.name for path in Path(os.environ["TMPDIR"]).iterdir()])),
         max_steps=2,
     )
-    assert seen == [["lightning_air_spool"]]
+    assert seen == [[f"lightning_air_spool-{os.getuid()}"]]
 
 
 def test_differences_to_lightnings(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
