@@ -85,7 +85,7 @@ class RestDoor:
             raise kind(one_line(f"{type(error).__name__}: {error}")) from error
         if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             self._forget_credentials()
-        judge(response.status_code, text, response.headers)
+        judge(response.status_code, text, response.headers, is_body=True)
 
     def _read(self, response: requests.Response, deadline_seconds: float) -> str:
         """Return the answer's body; the timeout of `requests` starts anew with every byte of it."""
