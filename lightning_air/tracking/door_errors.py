@@ -68,13 +68,14 @@ class TooLate(Unreachable):
     """No answer in time: the request may be more than the server can do at once."""
 
 
-def judge(status: int, text: str, headers: Mapping[str, str]) -> None:
+def judge(status: int, text: str, headers: Mapping[str, str], *, is_body: bool = False) -> None:
     """Raise what an answer means, unless it is an acknowledgement.
 
     Args:
         status: HTTP's.
         text: The body; MLflow's is a JSON object.
         headers: Of the answer.
+        is_body: The text is the body as it came, and not what MLflow's client has made of it: so it tells who answered.
 
     Raises:
         DoorError: What it means.
@@ -95,7 +96,8 @@ def judge(status: int, text: str, headers: Mapping[str, str]) -> None:
         raise Unreachable(f"An answer that is not MLflow's: {reason}")
     blames_content = status in _BLAMES_CONTENT and code in _CONTENT_CODES
     is_doubtful = blames_content and code == _DOUBTFUL_CODE
-    raise Refused(reason, blames_content=blames_content, is_doubtful=is_doubtful, is_mlflows=answer is not None)
+    is_mlflows = answer is not None or not is_body
+    raise Refused(reason, blames_content=blames_content, is_doubtful=is_doubtful, is_mlflows=is_mlflows)
 
 
 def retry_after_seconds(header: str | None) -> float | None:

@@ -102,7 +102,7 @@ class RestDoor:
             raise kind(one_line(f"{type(error).__name__}: {error}")) from error
         if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             self._forget_credentials()
-        judge(response.status_code, text, response.headers)
+        judge(response.status_code, text, response.headers, is_body=True)
         return text
 
     def _read(self, response: requests.Response, deadline_seconds: float, *, is_short: bool) -> str:

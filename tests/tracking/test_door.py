@@ -325,8 +325,10 @@ def test_which_refusals_may_be_the_points_fault(status: int, code: str, blames_c
 
 
 @pytest.mark.parametrize(("text", "is_mlflows"), [("<html>", False), ("", False), ('{"error_code": "X"}', True)])
-def test_who_refuses(text: str, is_mlflows: bool) -> None:
-    assert raised(lambda: judge(404, text, {})).is_mlflows is is_mlflows
+def test_who_refuses(text: str, is_mlflows: bool, proxy: FaultyProxy) -> None:
+    proxy.set(Fault(status=404, body=text.encode()))
+    assert raised(lambda: open_door(proxy.url).log_batch("run", POINTS)).is_mlflows is is_mlflows
+    assert raised(lambda: judge(404, text, {})).is_mlflows  # what MLflow's client says of it is never the body
 
 
 def test_a_reason_is_one_short_line_without_passwords() -> None:

@@ -294,10 +294,11 @@ def test_a_busy_server_that_asks_for_no_time_is_not_stormed(asked: float | None)
     bench = Bench(ListDoor(trouble=failing(Busy("429", asked), times=6)))
     begun, charged = bench.time.now, []
 
-    def charge() -> None:
+    def charge() -> int:
         charged.append(bench.time.now)
         if len(charged) <= 6:
             raise Busy("429", asked)
+        return 20
 
     assert bench.sender.send(twenty(), before=charge).num_done == 20
     assert charged[6] - begun == pytest.approx(31.5, abs=0.1)  # 0.5 s, and twice as long each time

@@ -465,6 +465,7 @@ def test_what_a_signal_handler_logged_is_kept_however_it_ends(closes: bool, tmp_
             is_inside = at_point(number, handler, lambda: append(spool, 1))  # noqa: B023
         except KeyboardInterrupt:
             assert results == [True]
+            assert not spool._deferred  # a SIGKILL now would not lose it
             spool.close()
             assert {0, 2} <= set(steps_in(spool.folder)) <= {0, 1, 2}
         spool.close()
