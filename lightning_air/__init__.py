@@ -15,6 +15,7 @@ from lightning_air.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
+from lightning_air.data import DataPosition, ResumableBatchSampler, ResumableSampler, sample_order, sample_rng
 from lightning_air.strategy import AirStrategy
 
 if _typing.TYPE_CHECKING:
@@ -27,12 +28,17 @@ __all__ = [
     "AsyncUCCheckpointIO",
     "BadCheckpointError",
     "CheckpointFailedError",
+    "DataPosition",
+    "ResumableBatchSampler",
+    "ResumableSampler",
     "VolumeReader",
     "VolumeWriter",
     "__version__",
     "consolidate_checkpoint",
     "latest_checkpoint",
     "open_checkpoint",
+    "sample_order",
+    "sample_rng",
     "verify_checkpoint",
 ]
 

@@ -4,7 +4,6 @@ A copy needs no constructor, so any subclass of DataLoader will do. It reads not
 first batch is asked for: Lightning makes the iterator before it has loaded the checkpoint.
 """
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
@@ -79,9 +78,10 @@ class _Positioned:
 
 def positioned(loader: DataLoader[Any], batches: CountedBatches, waiting: Waiting) -> DataLoader[Any]:
     """Return a copy of a loader that reads these batches."""
-    copied = copy.copy(loader)
-    copied.__class__ = type(type(loader).__name__, (_Positioned, type(loader)), {})
-    # Not by plain assignment, which DataLoader forbids since its constructor decides by them what `batch_sampler` is.
+    kind: type[DataLoader[Any]] = type(type(loader).__name__, (_Positioned, type(loader)), {})
+    copied = kind.__new__(kind)
+    # Not by assignment: DataLoader forbids that for what its constructor decides by, and Lightning records it.
+    vars(copied).update(vars(loader))
     vars(copied).update(sampler=batches.sampler, batch_sampler=batches, drop_last=False, waiting=waiting, _iterator=None)
     return copied
 

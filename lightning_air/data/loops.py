@@ -68,14 +68,14 @@ class Stand:
 def stand(fit_loop: dict[str, Any]) -> Stand:
     """Read where the loops of stock Lightning stood."""
     epochs, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
-    is_within = epochs["ready"] > epochs["processed"]
-    is_complete = is_within and batches["is_last_batch"]
-    total = batches["total"]
-    # Saved in a hook within the batch, before it was counted.
+    total, num_batches = batches["total"], batches["current"]["processed"]
+    is_complete = batches["is_last_batch"] or not num_batches
+    epoch = epochs["processed"]
+    if epochs["ready"] > epoch:  # within its batches, or in a hook of its end
+        epoch += is_complete and num_batches > 0
+    elif not is_complete:  # `max_steps` ended it, and Lightning has counted it as a whole one
+        epoch -= 1
+    # A hook within the batch saves before the batch is counted.
     num_stepped = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
     num_stepped += total["completed"] < total["processed"]
-    return Stand(
-        epoch=epochs["processed"] + is_complete,
-        counts=Counts(total["processed"], num_stepped),
-        num_batches_of_epoch=batches["current"]["processed"] if is_within and not is_complete else 0,
-    )
+    return Stand(epoch, Counts(total["processed"], num_stepped), 0 if is_complete else num_batches)
