@@ -108,11 +108,12 @@ def fit(
 ) -> Trainer:
     """Train in one process, and return the Trainer; a `Stop` ends it early."""
     defaults = {"num_sanity_val_steps": 0, "limit_val_batches": 0 if val is None else 1}
-    trainer = Trainer(**fast_trainer_kwargs(Path.cwd(), **{**defaults, **options}), callbacks=list(callbacks))
+    folder = options.pop("default_root_dir", Path.cwd())
+    trainer = Trainer(**fast_trainer_kwargs(folder, **{**defaults, **options}), callbacks=list(callbacks))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks used to create")
         try:
-            trainer.fit(module, data, val, ckpt_path=ckpt_path)
+            trainer.fit(module, data, loader(shuffle=False) if val is None else val, ckpt_path=ckpt_path)
         except Stop:
             pass
     return trainer
