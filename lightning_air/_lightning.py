@@ -176,8 +176,8 @@ def set_num_batches(trainer: Trainer, num_batches: int) -> None:
     fetcher.combined_loader.limits = [num_batches]
     iter(fetcher)
     is_by_batches = getattr(trainer, "val_check_batch", None) not in {None, float("inf")}
-    if is_by_batches and isinstance(trainer.val_check_interval, float):  # type: ignore[attr-defined] # set by a connector
-        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))  # type: ignore[attr-defined]
+    if is_by_batches and isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
 
 def end_restart(trainer: Trainer) -> None:

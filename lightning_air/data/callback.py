@@ -42,20 +42,22 @@ class DataPosition(Callback):
     """Train on every sample of an epoch once, across crashes and resumes, whatever the job then runs on.
 
     Add it to the Trainer's callbacks; the user's `DataLoader(dataset, batch_size=…, shuffle=True, num_workers=…)` and
-    `fit(model, loader, ckpt_path=…)` stay as they are. From a checkpoint in the middle of an epoch, the rest of the epoch
-    are exactly the samples that no optimizer step has used, in the same order, in a time that does not depend on where
-    that is. Between the two, the number of ranks, of nodes, the batch size, accumulation, workers, and sharding may change.
+    `fit(model, loader, ckpt_path=…)` stay as they are. From a checkpoint in the middle of an epoch, the rest of the
+    epoch are exactly the samples that no optimizer step has used, in the same order, in a time that does not depend on
+    where that is. The number of ranks, of nodes, the batch size, accumulation, workers, and sharding may have changed.
 
-    The training loader is replaced by a copy with a `ResumableSampler`, which is a `DistributedSampler` to Lightning: it
-    is the same under `use_distributed_sampler=True` and `False`. Whether it shuffles is what the user's loader says.
-    `drop_last` plays no part: `tail` says what becomes of the samples that make no whole global batch (ranks x batch size x
-    accumulation). An epoch that goes on with others ends where it would have ended; the last step may be smaller then.
-    Where ranks have not the same number of samples in it, their losses are weighted so that every sample counts the
-    same (losses must be means over the batch); a rank that has none runs one of another's, with weight 0.
+    Lightning asks for the training loader, and gets a copy that has a `ResumableSampler`. That is a
+    `DistributedSampler`, which Lightning leaves alone: so it is the same under `use_distributed_sampler=True` and
+    `False`, and no loader has to be made again from arguments that Lightning may not know. It shuffles if the user's
+    loader does. `drop_last` plays no part: `tail` says what becomes of the samples that make no whole global batch
+    (ranks x batch size x accumulation). An epoch that goes on with others ends where it would have ended; its last step
+    may be smaller then. Where ranks have not the same number of samples in a step, their losses are weighted so that
+    every sample counts the same (losses must be means over the batch); a rank that has none runs one of another's, with
+    weight 0.
 
-    Every `log_every_n_steps` the loggers, and `callback_metrics`, get `data/epoch`, `data/position` (samples of the epoch
-    trained on), `data/samples_per_second` (all ranks), and `data/wait_seconds` (what an optimizer step waited
-    for data, on average, on rank 0).
+    Every `log_every_n_steps` the loggers, and `callback_metrics`, get `data/epoch`, `data/position` (samples of the
+    epoch trained on), `data/samples_per_second` (all ranks), and `data/wait_seconds` (what an optimizer step waited for
+    data, on average, on rank 0).
 
     Args:
         seed: Of the order. Default: that of the checkpoint, or that of `seed_everything`, or 0.
@@ -98,9 +100,10 @@ class DataPosition(Callback):
         self._batches: CountedBatches | None = None
         self._waiting = Waiting()
         self._loaded: tuple[PositionRecord, Counts] | None = None  # from a checkpoint, until training begins
-        self._committed: tuple[PositionRecord, Counts] | None = None
-        self._committed_step = self._logged_step = 0
+        self._committed: Counts | None = None  # as of the sampler's position
+        self._committed_step = 0
         self._takes_seed = False
+        self._shows_epoch = False
         self._num_inexact = 0
         self._speed = DataSpeed()
 
@@ -116,9 +119,6 @@ class DataPosition(Callback):
         refuse_other_package(trainer)
         if stage != "fit":
             return
-        others = [each for each in trainer.callbacks if isinstance(each, DataPosition)]  # type: ignore[attr-defined]
-        if len(others) > 1:
-            raise ValueError(f"A Trainer must have one DataPosition, got {len(others)}. Remove the others.")
         if trainer.overfit_batches:  # type: ignore[attr-defined] # set by a connector
             raise ValueError(
                 f"DataPosition gives each epoch all of its samples, got overfit_batches={trainer.overfit_batches}. "  # type: ignore[attr-defined]
@@ -143,8 +143,8 @@ class DataPosition(Callback):
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
         if len(combined.flattened) != 1:
             raise ValueError(
-                f"DataPosition needs one training loader, got {len(combined.flattened)}. Combine their datasets into one, "
-                "or leave DataPosition out."
+                f"DataPosition needs one training loader, got {len(combined.flattened)}. Combine their datasets into "
+                "one, or leave DataPosition out."
             )
         (loader,) = combined.flattened
         self._batches = CountedBatches(self._sampler_for(loader, does_shuffle=shuffles(loader) and self._shuffle))
@@ -161,7 +161,7 @@ class DataPosition(Callback):
         made = ResumableSampler(
             loader.dataset,
             batch_size=size or loader.batch_sampler.batch_size,
-            accumulate=trainer.accumulate_grad_batches,  # type: ignore[attr-defined] # set by a connector
+            accumulate=trainer.accumulate_grad_batches,
             seed=users.seed if users is not None else self._initial_seed(),
             shuffle=does_shuffle,
             tail=users.tail if users is not None else self._tail,
@@ -169,7 +169,9 @@ class DataPosition(Callback):
             **(trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}),
         )
         if users is not None and users.n != made.n:
-            raise ValueError(f"The loader's sampler is of {users.n} samples, and its dataset has {made.n}. Make them one.")
+            raise ValueError(
+                f"The loader's sampler is of {users.n} samples, and its dataset has {made.n}. Make them one."
+            )
         return made
 
     def _initial_seed(self) -> int:
@@ -198,8 +200,8 @@ class DataPosition(Callback):
         before = stand(loops)
         if before.num_batches_of_epoch:
             self._inexact(
-                f"The checkpoint was written after {before.num_batches_of_epoch} batches of epoch {before.epoch}, without "
-                "DataPosition, so which samples these were is not known. Resume from one written at the end of an epoch.",
+                f"The checkpoint was written after {before.num_batches_of_epoch} batches of epoch {before.epoch}, "
+                "without DataPosition, so which samples these were is not known. Resume from one of an epoch's end.",
                 "The epoch is begun anew: its samples up to there are repeated.",
             )
         rewind(loops, before.epoch, before.counts, is_mid_epoch=False)
@@ -218,7 +220,7 @@ class DataPosition(Callback):
         if self._loaded is not None and self._takes_seed:
             sampler.seed = self._loaded[0].seed
         self._check_ranks(trainer, (asdict(sampler.record), sampler.batch_size, self._loaded), "data")
-        self._committed_step = self._logged_step = trainer.global_step
+        self._committed_step = trainer.global_step
         self._num_inexact = 0
         self._speed.start()
         self._waiting.take()
@@ -256,10 +258,11 @@ class DataPosition(Callback):
         batches.num_before = num_before
         set_num_batches(trainer, num_before + split.num_batches)
         set_batches_before(trainer.fit_loop.epoch_loop.batch_progress, num_before)
-        self._committed = sampler.record, counts
+        self._committed = counts
+        self._shows_epoch = True
         rank_zero_info(
-            f"Epoch {record.epoch} goes on behind {record.position} of {split.end} samples: {split.num_batches} batches of "
-            f"{sampler.num_replicas} x {sampler.batch_size} to come."
+            f"Epoch {record.epoch} goes on behind {record.position} of {split.end} samples: {split.num_batches} "
+            f"batches of {sampler.num_replicas} x {sampler.batch_size} are to come."
         )
 
     def _inexact(self, reason: str, bound: str | None) -> None:
@@ -274,15 +277,23 @@ class DataPosition(Callback):
         batches = self._batches
         assert batches is not None
         sampler = batches.sampler
-        sampler.accumulate = trainer.accumulate_grad_batches  # type: ignore[attr-defined] # a callback may change it
+        sampler.accumulate = trainer.accumulate_grad_batches
         split = sampler.whole_epoch()
-        num_batches = _limited(split.num_batches, trainer.limit_train_batches)  # type: ignore[attr-defined] # set by a connector
+        num_batches = _limited(split.num_batches, trainer.limit_train_batches)
         end = split.position_after(num_batches)
         sampler.begin(trainer.current_epoch, Split(0, end, split.num_replicas, split.batch_size))
         batches.num_before = 0
         if num_batches != trainer.fit_loop.max_batches:
             set_num_batches(trainer, num_batches)
-        self._committed = sampler.record, self._counts(trainer)
+        self._committed = self._counts(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._shows_epoch:
+            self._shows_epoch = False
+            bar = trainer.progress_bar_callback
+            if bar is not None:  # Lightning tells it nothing of an epoch that goes on: it would show no length
+                bar.on_train_epoch_start(trainer, pl_module)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -291,18 +302,18 @@ class DataPosition(Callback):
         assert batches is not None
         weight = batches.sampler.loss_weight(trainer.fit_loop.batch_idx - batches.num_before)
         if weight != 1 and loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * weight)
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._commit(trainer)
-        stepped = num_stepped(trainer)
-        is_last_of_window = trainer.global_step > self._logged_step
-        if is_last_of_window and (stepped + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined] # set by a connector
-            self._logged_step = trainer.global_step
-            self._log(trainer, stepped)
+        step = num_stepped(trainer)
+        assert self._committed is not None
+        has_stepped = trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._committed.num_batches
+        if has_stepped and (step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined] # set by a connector
+            self._log(trainer, step)
 
     def _commit(self, trainer: Trainer) -> None:
         """Move the position behind the current batch if the optimizer has stepped with it."""
@@ -310,30 +321,29 @@ class DataPosition(Callback):
             return
         self._committed_step = trainer.global_step
         sampler = self._batches.sampler
-        before = sampler.record.position
+        before = sampler.position
         sampler.commit(trainer.fit_loop.batch_idx + 1 - self._batches.num_before - sampler.num_committed)
-        self._speed.count(sampler.record.position - before)
-        counts = self._counts(trainer)
-        self._committed = sampler.record, replace(counts, num_stepped=counts.num_stepped + 1)
+        self._speed.count(sampler.position - before)
+        self._committed = self._counts(trainer, has_stepped=True)
 
-    def _counts(self, trainer: Trainer) -> Counts:
-        return Counts(trainer.fit_loop.epoch_loop.batch_progress.total.ready, num_stepped(trainer))
+    def _counts(self, trainer: Trainer, *, has_stepped: bool = False) -> Counts:
+        return Counts(trainer.fit_loop.epoch_loop.batch_progress.total.ready, num_stepped(trainer) + has_stepped)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take an epoch that the user has cut short, by -1 from `on_train_batch_start`, for a whole one."""
-        assert self._committed is not None
-        record, counts = self._committed
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and record.position < record.epoch_length:
-            counts = replace(self._counts(trainer), num_stepped=counts.num_stepped)
-            self._committed = replace(record, position=record.epoch_length), counts
+        batches = self._batches
+        assert batches is not None
+        left = batches.sampler.split.num_batches - batches.sampler.num_committed
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and left:
+            batches.sampler.commit(left)
+            self._committed = self._counts(trainer)
 
     def _log(self, trainer: Trainer, step: int) -> None:
         assert self._batches is not None
-        record = self._batches.sampler.record
         metrics = {
-            "data/epoch": float(record.epoch),
-            "data/position": float(record.position),
+            "data/epoch": float(self._batches.sampler.epoch),
+            "data/position": float(self._batches.sampler.position),
             **self._speed.take(self._waiting.take()),
         }
         if self._num_inexact:
@@ -349,9 +359,12 @@ class DataPosition(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._trainer is not None and self._committed is not None:
             self._commit(self._trainer)  # saved in a hook between the optimizer's step and the batch's end
-        if self._committed is None:
+        if self._loaded is not None:  # training has not begun
+            record, counts = self._loaded
+        elif self._batches is not None and self._committed is not None:
+            record, counts = self._batches.sampler.record, self._committed
+        else:
             return {}
-        record, counts = self._committed
         return {"record": record.state_dict(), "counts": asdict(counts)}
 
     @override
@@ -372,8 +385,8 @@ class DataPosition(Callback):
         first = trainer.strategy.broadcast(own)
         if not trainer.strategy.reduce_boolean_decision(own == first, all=True):
             raise RuntimeError(
-                f"The ranks have not the same {what}: rank 0 has {first}, and rank {trainer.global_rank} has {own}. Give "
-                "every rank the same dataset, batch size and checkpoint."
+                f"The ranks have not the same {what}: rank 0 has {first}, and rank {trainer.global_rank} has {own}. "
+                "Give every rank the same dataset, batch size and checkpoint."
             )
 
     # ---- the end -----------------------------------------------------------------------------------------------------

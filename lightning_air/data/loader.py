@@ -8,7 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from typing_extensions import override
 
 from lightning_air.data.samplers import ResumableBatchSampler, ResumableSampler
@@ -82,7 +89,9 @@ def positioned(loader: DataLoader[Any], batches: CountedBatches, waiting: Waitin
     copied = kind.__new__(kind)
     # Not by assignment: DataLoader forbids that for what its constructor decides by, and Lightning records it.
     vars(copied).update(vars(loader))
-    vars(copied).update(sampler=batches.sampler, batch_sampler=batches, drop_last=False, waiting=waiting, _iterator=None)
+    vars(copied).update(
+        sampler=batches.sampler, batch_sampler=batches, drop_last=False, waiting=waiting, _iterator=None
+    )
     return copied
 
 
@@ -93,30 +102,28 @@ def shuffles(loader: Any) -> bool:
         ValueError: If the position in it cannot be known, and what to do.
     """
     if not isinstance(loader, DataLoader):
-        raise ValueError(f"DataPosition needs a torch DataLoader to train on, got {_name(loader)}. Wrap it in one.")
+        raise ValueError(f"DataPosition needs a torch DataLoader to train on, got {_name(loader)}. Wrap it in one.")  # noqa: TRY004
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
-        raise ValueError(
-            f"DataPosition needs a dataset with __len__ and __getitem__, got {_name(loader.dataset)}. Give it a length, or "
-            "leave DataPosition out."
+        raise ValueError(  # noqa: TRY004 - like what else is refused
+            f"DataPosition needs a dataset with __len__ and __getitem__, got {_name(loader.dataset)}. Give it a "
+            "length, or leave DataPosition out."
         )
     if loader.batch_sampler is None:
         raise ValueError("DataPosition needs a DataLoader that makes batches, got batch_size=None. Pass a batch_size.")
     if not getattr(loader, "in_order", True):
         raise ValueError("DataPosition needs batches in the order of the sampler, got in_order=False. Leave it out.")
-    sampler = loader.batch_sampler
-    if type(sampler) is BatchSampler:
-        sampler = sampler.sampler  # type: ignore[assignment]
-    if isinstance(sampler, ResumableBatchSampler):
-        sampler = sampler.sampler  # type: ignore[assignment]
+    sampler: Any = loader.batch_sampler
+    if type(sampler) is BatchSampler or isinstance(sampler, ResumableBatchSampler):
+        sampler = sampler.sampler
     kind = type(sampler)
     if isinstance(sampler, ResumableSampler) or kind is DistributedSampler:
-        return sampler.shuffle
-    is_whole = kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[attr-defined]
+        return bool(sampler.shuffle)
+    is_whole = kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)
     if kind is SequentialSampler or is_whole:
         return kind is RandomSampler
     raise ValueError(
-        f"DataPosition cannot resume a sampler of the user's own, got {_name(sampler)}. Pass shuffle=True or shuffle=False "
-        "instead of it, or a ResumableSampler or ResumableBatchSampler of a dataset that has the samples to be drawn."
+        f"DataPosition cannot resume a sampler of the user's own, got {_name(sampler)}. Pass shuffle=True or "
+        "shuffle=False instead, or a ResumableSampler or ResumableBatchSampler; for a part of the data, pass a Subset."
     )
 
 

@@ -43,7 +43,11 @@ def rewind(fit_loop: dict[str, Any], epoch: int, counts: Counts, *, is_mid_epoch
         current["completed"] -= 1
     fit_loop["epoch_loop.batch_progress"] = {"total": total, "current": current, "is_last_batch": False}
     none = dict.fromkeys(total, 0)  # no validation is under way
-    fit_loop["epoch_loop.val_loop.batch_progress"] = {"total": dict(none), "current": dict(none), "is_last_batch": False}
+    fit_loop["epoch_loop.val_loop.batch_progress"] = {
+        "total": dict(none),
+        "current": dict(none),
+        "is_last_batch": False,
+    }
     # On that batch's account it adds one.
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = counts.num_stepped - is_mid_epoch
 

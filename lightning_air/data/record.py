@@ -74,12 +74,12 @@ class PositionRecord:
         """
         names = {each.name for each in fields(cls)}
         if not isinstance(state, dict):
-            raise ValueError(f"The position in the checkpoint must be a dict, got {state!r}.")
+            raise ValueError(f"The position in the checkpoint must be a dict, got {state!r}.")  # noqa: TRY004 - as all damage
         for name, newest in (("version", RECORD_VERSION), ("order_version", ORDER_VERSION)):
             if state.get(name) not in range(1, newest + 1):
                 raise ValueError(
-                    f"The position in the checkpoint has {name} {state.get(name)!r}, and this lightning_air knows those "
-                    f"from 1 to {newest}. Resume with the lightning_air that wrote it, or with a newer one."
+                    f"The position in the checkpoint has {name} {state.get(name)!r}, and this lightning_air knows "
+                    f"those from 1 to {newest}. Resume with the lightning_air that wrote it, or with a newer one."
                 )
         if set(state) != names:
             odd = ", ".join(sorted(set(state) ^ names))
@@ -102,7 +102,9 @@ class PositionRecord:
         """
         end = self.epoch_length
         if self.tail == "pad" and end >= self.n:
-            end = self.position + epoch_length(max(0, self.n - self.position), "pad", num_replicas * batch_size * accumulate)
+            end = self.position + epoch_length(
+                max(0, self.n - self.position), "pad", num_replicas * batch_size * accumulate
+            )
         return Split(self.position, end, num_replicas, batch_size)
 
     def differences(self, now: "PositionRecord") -> list[str]:
@@ -119,7 +121,9 @@ class PositionRecord:
         for name, (what, remedy) in remedies.items():
             before, after = getattr(self, name), getattr(now, name)
             if before != after:
-                found.append(f"In the checkpoint the data {what.format(before)}; now it {what.format(after)}. {remedy}.")
+                found.append(
+                    f"In the checkpoint the data {what.format(before)}; now it {what.format(after)}. {remedy}."
+                )
         return found
 
 
@@ -131,4 +135,4 @@ def checked_tail(tail: Any) -> Tail:
     """
     if tail not in TAILS:
         raise ValueError(f"tail must be one of {', '.join(map(repr, TAILS))}, got {tail!r}.")
-    return cast(Tail, tail)
+    return cast("Tail", tail)

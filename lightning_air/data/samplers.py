@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, Sampler
 from typing_extensions import override
@@ -98,9 +99,9 @@ class ResumableSampler(DistributedSampler[int]):
             )
         if self.n and not self.whole_epoch().num_batches:
             raise ValueError(
-                f"tail='drop' leaves nothing of {self.n} samples: a global batch is {self.global_batch} ({num_replicas} "
-                f"ranks x batch size {self.batch_size} x {self.accumulate} accumulated). Make it smaller, or pass "
-                "tail='exact' or tail='pad'."
+                f"tail='drop' leaves nothing of {self.n} samples: a global batch is {self.global_batch} ("
+                f"{num_replicas} ranks x batch size {self.batch_size} x {self.accumulate} accumulated). Make it "
+                "smaller, or pass tail='exact' or tail='pad'."
             )
         self._order: SampleOrder | None = None
         self.begin(0, self.whole_epoch())
@@ -138,11 +139,16 @@ class ResumableSampler(DistributedSampler[int]):
         self.num_committed += whole_number("num_batches", num_batches, 0, left)
 
     @property
+    def position(self) -> int:
+        """How many of the epoch's positions are trained on."""
+        return self.split.position_after(self.num_committed)
+
+    @property
     def record(self) -> PositionRecord:
         """Where training would go on."""
         return PositionRecord(
             epoch=self.epoch,
-            position=self.split.position_after(self.num_committed),
+            position=self.position,
             epoch_length=self.split.end,
             n=self.n,
             seed=self.seed,
@@ -176,14 +182,18 @@ class ResumableSampler(DistributedSampler[int]):
 
     # ---- what it yields ----------------------------------------------------------------------------------------------
 
-    def samples(self, positions: Any) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    def samples(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the samples at positions of the current epoch."""
-        positions = np.asarray(positions, dtype=np.int64) % max(self.n, 1)  # padding goes round
+        asked: npt.NDArray[np.int64] = np.asarray(positions, dtype=np.int64) % max(self.n, 1)  # padding goes round
         if not self.shuffle:
-            return positions
-        if self._order is None or (self._order.n, self._order.seed, self._order.epoch) != (self.n, self.seed, self.epoch):
+            return asked
+        if self._order is None or (self._order.n, self._order.seed, self._order.epoch) != (
+            self.n,
+            self.seed,
+            self.epoch,
+        ):
             self._order = sample_order(self.n, seed=self.seed, epoch=self.epoch)
-        return self._order(positions)
+        return self._order(asked)
 
     def loss_weight(self, batch: int) -> float:
         """Return by what to multiply the mean loss of a batch, so that the mean over ranks weighs every sample alike.

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_air import AirCheckpoint, AirStrategy, AsyncUCCheckpointIO, DataPosition
-from tests.data.training import Numbers, loader
+from tests.data.training import loader
 from tests.kit.points import reach
 from tests.kit.trainers import fast_trainer_kwargs
+from tests.strategy.training import full_weights
 
 NUM_FEATURES = 4
 
@@ -35,12 +36,6 @@ class Model(LightningModule):
             file.write(json.dumps({**told, "batch": batch_idx, "samples": batch.tolist()}) + "\n")
         return self.net(self.table[batch]).square().mean()
 
-    def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.trainer.strategy, AirStrategy):
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(self.net, mesh=self.trainer.strategy.device_mesh["data_parallel"])
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
@@ -48,8 +43,7 @@ class Model(LightningModule):
 def strategy_of(name: str) -> Any:
     if name.startswith("air "):
         return AirStrategy(name.removeprefix("air "))  # type: ignore[arg-type]
-    stock = {"ddp": lambda: DDPStrategy(process_group_backend="gloo"), "fsdp": lambda: FSDPStrategy()}
-    return stock[name]() if name in stock else "auto"
+    return DDPStrategy(process_group_backend="gloo") if name == "ddp" else "auto"
 
 
 def run(
@@ -96,8 +90,7 @@ def run(
         warnings.filterwarnings("ignore", ".*there is no last checkpoint available")
         warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
         trainer.fit(module, loader(n, batch_size, num_workers=num_workers), ckpt_path="last")
-    weights = module.net.weight.detach() if strategy in {"air ddp", "ddp", "single"} else torch.zeros(0)
-    told = {"steps": trainer.global_step, "weights": weights.flatten().tolist(), "batches": trainer.fit_loop.max_batches}
+    told = {"steps": trainer.global_step, "weights": full_weights(module)["net.weight"].flatten().tolist()}
     if dist.is_initialized():
         dist.barrier()
     return told
@@ -120,7 +113,9 @@ def steps_of(folder: str | Path, num_attempts: int) -> dict[int, tuple[int, list
             samples: list[int] = []
             for batch in sorted({batch for _, batch, _, _ in given}):
                 shares = [share for _, number, _, share in sorted(given, key=lambda each: each[2]) if number == batch]
-                samples += [share[turn] for turn in range(max(map(len, shares))) for share in shares if turn < len(share)]
+                samples += [
+                    share[turn] for turn in range(max(map(len, shares))) for share in shares if turn < len(share)
+                ]
             found[step] = given[0][0], samples
     return found
 
@@ -133,4 +128,7 @@ def epochs_of(folder: str | Path, num_attempts: int) -> dict[int, list[int]]:
     return epochs
 
 
-__all__ = ["Numbers", "epochs_of", "run", "steps_of"]
+def first_step(folder: str | Path, attempt: int) -> int:
+    """Return the optimizer step that an attempt began with."""
+    (line, *_) = Path(folder, f"{attempt}-0.jsonl").read_text().splitlines()
+    return int(json.loads(line)["step"])

@@ -150,7 +150,9 @@ def test_epochs_and_seeds_and_lengths_are_unrelated(n: int) -> None:
     pairs = [
         (sample_order(n, seed=3, epoch=epoch)[:], sample_order(n, seed=3, epoch=epoch + 1)[:]) for epoch in range(10)
     ]
-    pairs += [(sample_order(n, seed=seed, epoch=0)[:], sample_order(n, seed=seed + 1, epoch=0)[:]) for seed in range(10)]
+    pairs += [
+        (sample_order(n, seed=seed, epoch=0)[:], sample_order(n, seed=seed + 1, epoch=0)[:]) for seed in range(10)
+    ]
     pairs += [(sample_order(n, seed=i, epoch=0)[:], sample_order(n, seed=0, epoch=i)[:]) for i in range(1, 10)]
     pairs += [(sample_order(n, seed=i, epoch=0)[:], sample_order(n + 1, seed=i, epoch=0)[:n]) for i in range(10)]
     correlations = [np.corrcoef(first, second)[0, 1] for first, second in pairs]
@@ -170,7 +172,9 @@ def test_neighbours_stay_unrelated_in_very_long_epochs() -> None:
 def test_a_sample_has_a_generator_of_its_own() -> None:
     first = sample_rng(1, 2, 3).random(4)
     assert np.array_equal(sample_rng(1, 2, 3).random(4), first)
-    drawn = np.array([sample_rng(seed, epoch, index).random() for seed in (0, 1) for epoch in (0, 1) for index in range(500)])
+    drawn = np.array(
+        [sample_rng(seed, epoch, index).random() for seed in (0, 1) for epoch in (0, 1) for index in range(500)]
+    )
     assert len(np.unique(drawn)) == 2000
     assert abs(drawn.mean() - 0.5) < 5 / math.sqrt(12 * 2000)
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 5 / math.sqrt(2000)

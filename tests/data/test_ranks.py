@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_air import sample_order
-from tests.data.runs import epochs_of, run
+from tests.data.runs import epochs_of, first_step, run
 from tests.kit.ranks import run_ranks, values
 
 N = 96
@@ -19,18 +19,17 @@ def order(epoch: int) -> list[int]:
     return sample_order(N, seed=3, epoch=epoch)[:].tolist()
 
 
-def attempts(
-    folder: Path, job: list[tuple[int, dict[str, Any], dict[tuple[int, str], signal.Signals]]], **common: Any
-) -> list[Any]:
-    """Run the attempts one after the other; all but the last are killed."""
+def attempts(folder: Path, job: list[tuple[int, dict[str, Any], dict[tuple[int, str], signal.Signals]]]) -> list[Any]:
+    """Run the attempts one after the other; all but the last are killed, and all but the first go on."""
+    folder.mkdir(exist_ok=True)
     for number, (world_size, options, signals) in enumerate(job):
-        fn = functools.partial(run, num_ranks=world_size, **{**common, **options})
-        args = (str(folder), number, options["strategy"])
-        kwargs = {name: value for name, value in {**common, **options}.items() if name != "strategy"}
-        fn = functools.partial(run, num_ranks=world_size, **kwargs)
-        results = run_ranks(fn, world_size, args=args, signals=signals, timeout_seconds=120)
+        fn = functools.partial(run, num_ranks=world_size, **options)
+        results = run_ranks(fn, world_size, args=(str(folder), number), signals=signals, timeout_seconds=120)
         if signals:
             assert any(each.exitcode == -KILL for each in results), [each.error for each in results]
+    starts = [first_step(folder, number) for number in range(len(job))]
+    assert starts == sorted(starts)
+    assert min(starts[1:], default=1) > 0
     return values(results)
 
 
@@ -68,9 +67,19 @@ def test_stock_ddp_with_lightning_s_own_checkpoints(tmp_path: Path, use_distribu
 def test_a_ragged_last_step_on_three_ranks_is_that_of_one_rank(tmp_path: Path, strategy: str) -> None:
     """100 samples: on three ranks the last step has 4, so one rank has 2 and two have 1; on one rank it has 4."""
     common = {"n": 100, "tail": "exact", "max_epochs": 1}
-    one = attempts(tmp_path / "one", [(1, {"strategy": "air ddp", "batch_size": 12}, {})], **common)
-    three = attempts(tmp_path / "three", [(3, {"strategy": strategy, "batch_size": 4}, {})], **common)
+    one = attempts(tmp_path / "one", [(1, {"strategy": "air ddp", "batch_size": 12, **common}, {})])
+    three = attempts(tmp_path / "three", [(3, {"strategy": strategy, "batch_size": 4, **common}, {})])
     assert three[0]["steps"] == one[0]["steps"] == 9
-    if strategy == "air ddp":
-        for each in three:
-            assert each["weights"] == pytest.approx(one[0]["weights"], rel=1e-5)
+    for each in three:
+        assert each["weights"] == pytest.approx(one[0]["weights"], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["air ddp", "air fsdp"])
+def test_a_rank_without_a_sample_in_the_last_step_changes_nothing(tmp_path: Path, strategy: str) -> None:
+    """97 samples in steps of 6: the last step has one, which one of three ranks has."""
+    common = {"n": 97, "tail": "exact", "max_epochs": 1}
+    one = attempts(tmp_path / "one", [(1, {"strategy": "air ddp", "batch_size": 6, **common}, {})])
+    three = attempts(tmp_path / "three", [(3, {"strategy": strategy, "batch_size": 2, **common}, {})])
+    assert three[0]["steps"] == one[0]["steps"] == 17
+    for each in three:
+        assert each["weights"] == pytest.approx(one[0]["weights"], rel=1e-5)

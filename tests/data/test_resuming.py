@@ -1,6 +1,6 @@
-"""Whichever hook wrote the checkpoint, and whatever has changed since, training goes on behind what the weights have seen.
+"""Whichever hook wrote the checkpoint, and whatever has changed since, no sample is trained on twice or never.
 
-What they have seen is told by the checkpoint's `global_step`, which is none of ours.
+What the weights have seen is told by the checkpoint's `global_step`, which is none of ours.
 """
 
 import itertools
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_air import DataPosition, ResumableBatchSampler, ResumableSampler
@@ -53,7 +53,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     saves = SaveAt(*EVERYWHERE, folder=folder)
     module = Learner()
     options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 4, "val_check_interval": 0.5}
-    fit(module, loader(batch_size=2), DataPosition(), saves, val=loader(shuffle=False), default_root_dir=folder, **options)
+    fit(
+        module,
+        loader(batch_size=2),
+        DataPosition(),
+        saves,
+        val=loader(shuffle=False),
+        default_root_dir=folder,
+        **options,
+    )
     assert all_samples(module) == order(0) + order(1)
     assert len(saves.paths) > 100
     return saves.paths
@@ -74,7 +82,12 @@ def test_a_run_goes_on_behind_what_the_weights_have_seen(checkpoints: list[str],
         module = Learner()
         accumulate = GLOBAL_BATCH // batch_size
         trainer = fit(
-            module, loader(batch_size=batch_size), DataPosition(), max_epochs=3, accumulate_grad_batches=accumulate, ckpt_path=path
+            module,
+            loader(batch_size=batch_size),
+            DataPosition(),
+            max_epochs=3,
+            accumulate_grad_batches=accumulate,
+            ckpt_path=path,
         )
         assert all_samples(module) == rest(path, 3), path
         assert trainer.global_step == 3 * STEPS_PER_EPOCH, path
@@ -207,7 +220,9 @@ def test_one_cycle_resumes_at_the_sample_and_at_the_rate() -> None:
     whole, saves = OneCycle(), SaveAt("on_train_batch_end")
     trainer = fit(whole, loader(), DataPosition(), saves, max_epochs=2)
     again = OneCycle()
-    second = fit(again, loader(batch_size=2), DataPosition(), max_epochs=2, accumulate_grad_batches=2, ckpt_path=saves.paths[6])
+    second = fit(
+        again, loader(batch_size=2), DataPosition(), max_epochs=2, accumulate_grad_batches=2, ckpt_path=saves.paths[6]
+    )
     assert all_samples(again) == (order(0) + order(1))[28:]
     assert again.total_steps == whole.total_steps == 20
     assert second.estimated_stepping_batches == trainer.estimated_stepping_batches == 20
@@ -238,9 +253,7 @@ def test_a_run_of_stock_lightning_goes_on_at_its_next_epoch(tmp_path: Path) -> N
 def test_stock_lightning_goes_on_with_ours() -> None:
     saves, module = SaveAt("on_train_epoch_end"), Learner()
     fit(Learner(), loader(), DataPosition(), saves)
-    with pytest.warns(UserWarning, match="callbacks used to create"):
-        trainer = Trainer(accelerator="cpu", logger=False, max_epochs=2, enable_progress_bar=False, enable_checkpointing=False)
-        trainer.fit(module, loader(), loader(shuffle=False), ckpt_path=saves.paths[0])
+    fit(module, loader(), max_epochs=2, ckpt_path=saves.paths[0])
     assert sorted(module.samples(1)) == list(range(NUM_SAMPLES))
 
 

@@ -4,6 +4,7 @@ What a run has trained on is part of the model's own state here, as it is of rea
 checkpoint's weights have seen, not what some killed process had.
 """
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class SaveAt(Callback):
         return save
 
 
-class Stop(Exception):
+class Died(Exception):  # noqa: N818 - it is none
     """What a run dies of."""
 
 
@@ -100,20 +101,23 @@ class DieAfter(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.fit_loop.total_batch_idx + 1 == self.num_batches:
-            raise Stop
+            raise Died
 
 
 def fit(
-    module: LightningModule, data: Any, *callbacks: Callback, ckpt_path: str | None = None, val: Any = None, **options: Any
+    module: LightningModule,
+    data: Any,
+    *callbacks: Callback,
+    ckpt_path: str | None = None,
+    val: Any = None,
+    **options: Any,
 ) -> Trainer:
-    """Train in one process, and return the Trainer; a `Stop` ends it early."""
+    """Train in one process, and return the Trainer; a `Died` ends it early."""
     defaults = {"num_sanity_val_steps": 0, "limit_val_batches": 0 if val is None else 1}
     folder = options.pop("default_root_dir", Path.cwd())
     trainer = Trainer(**fast_trainer_kwargs(folder, **{**defaults, **options}), callbacks=list(callbacks))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks used to create")
-        try:
+        with contextlib.suppress(Died):
             trainer.fit(module, data, loader(shuffle=False) if val is None else val, ckpt_path=ckpt_path)
-        except Stop:
-            pass
     return trainer
