@@ -131,7 +131,7 @@ class DataPosition(Callback):
                 None,
             )
         self._trainer = trainer
-        self._batches = self._committed = None
+        self._batches = self._loaded = self._committed = None
         wrap_train_dataloaders(trainer, self._positioned)
 
     def _positioned(self, loaders: Any) -> Any:
@@ -192,7 +192,8 @@ class DataPosition(Callback):
         loops = checkpoint["loops"]["fit_loop"]
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if state is not None:
-            record, counts = PositionRecord.from_state_dict(state["record"]).begun(), Counts(**state["counts"])
+            record = PositionRecord.from_state_dict(state.get("record")).begun()
+            counts = Counts(**state["counts"])
             self._loaded = record, counts
             rewind(loops, record.epoch, counts, is_mid_epoch=record.position > 0)
             return
@@ -243,7 +244,8 @@ class DataPosition(Callback):
         bound = f"Up to {record.position} samples of epoch {record.epoch} are repeated, and as many skipped."
         self._inexact(" ".join(differences), bound)
         length = sampler.whole_epoch().end
-        return replace(sampler.record, epoch=record.epoch, position=min(record.position, length), epoch_length=length)
+        position = min(record.position, max(length - sampler.global_batch, 0))  # Lightning counts on one step at least
+        return replace(sampler.record, epoch=record.epoch, position=position, epoch_length=length)
 
     def _go_on(self, trainer: Trainer, batches: CountedBatches, record: PositionRecord, counts: Counts) -> None:
         """Begin in the middle of an epoch."""

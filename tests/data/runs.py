@@ -61,6 +61,7 @@ def run(
     use_distributed_sampler: bool = True,
     tail: Any = "drop",
     num_ranks: int = 1,
+    model: type[Model] = Model,
 ) -> dict[str, Any]:
     """One attempt of a job, in each of its ranks: resumes from the newest checkpoint in the folder, if there is one."""
     checkpoint: Callback
@@ -85,7 +86,7 @@ def run(
         )
     )
     torch.manual_seed(1)
-    module = Model(f"{folder}/{attempt}-{trainer.global_rank}.jsonl", n)
+    module = model(f"{folder}/{attempt}-{trainer.global_rank}.jsonl", n)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*there is no last checkpoint available")
         warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")

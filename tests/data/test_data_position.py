@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
@@ -171,6 +172,19 @@ def test_optimization_by_hand_commits_when_it_steps() -> None:
     fit(ByHand(), loader(), DataPosition(), saves)
     fit(module, loader(), DataPosition(), ckpt_path=saves.paths[7])  # the eighth batch; the sixth has stepped
     assert all_samples(module) == order(0)[24:]
+
+
+def test_the_progress_bar_shows_how_far_an_epoch_is_that_goes_on() -> None:
+    saves, bar, seen = SaveAt("on_train_batch_end"), TQDMProgressBar(), []
+
+    class Look(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+            seen.append((bar.train_progress_bar.n, bar.train_progress_bar.total, bar.train_progress_bar.desc))
+
+    fit(Learner(), loader(), DataPosition(), saves)
+    options = {"enable_progress_bar": True, "max_epochs": 2, "ckpt_path": saves.paths[3]}
+    fit(Learner(), loader(batch_size=2), DataPosition(), bar, Look(), **options)
+    assert seen == [(20, 20, "Epoch 0: "), (20, 20, "Epoch 1: ")]
 
 
 # ---- other loaders ---------------------------------------------------------------------------------------------------
@@ -424,6 +438,14 @@ def test_changed_data_are_taken_on_request_and_the_loss_is_told() -> None:
         fit(module, loader(44), DataPosition(on_inexact="warn"), **options)
     assert all_samples(module) == order(0, 44)[16:] + order(1, 44)
     assert {metrics["data/inexact_samples"] for _, metrics in logged.metrics} == {16}
+
+
+def test_a_dataset_that_has_become_shorter_than_the_position_has_one_step_left() -> None:
+    saves, module = SaveAt("on_train_batch_end"), Learner()
+    fit(Learner(), loader(), DataPosition(), saves)
+    with pytest.warns(UserWarning, match="now it has 20 samples"):
+        fit(module, loader(20), DataPosition(on_inexact="warn"), ckpt_path=saves.paths[7], max_epochs=2)
+    assert all_samples(module) == order(0, 20)[16:] + order(1, 20)
 
 
 def test_a_checkpoint_without_a_position_within_an_epoch_is_refused_or_its_epoch_begun_anew() -> None:

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
 
-from lightning_air import sample_order
-from tests.data.runs import epochs_of, first_step, run
+from lightning_air import AirStrategy, DataPosition, sample_order
+from tests.data.runs import Model, epochs_of, first_step, run
+from tests.data.training import Learner, loader
 from tests.kit.ranks import run_ranks, values
+from tests.kit.trainers import fast_trainer_kwargs
 
 N = 96
 KILL = signal.SIGKILL
@@ -83,3 +87,42 @@ def test_a_rank_without_a_sample_in_the_last_step_changes_nothing(tmp_path: Path
     assert three[0]["steps"] == one[0]["steps"] == 17
     for each in three:
         assert each["weights"] == pytest.approx(one[0]["weights"], rel=1e-5)
+
+
+class OneCycle(Model):
+    """Asks for the length of the training while its optimizer is made, which sets up the loader early."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        self.total_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=self.total_steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("strategy", ["air ddp", "air fsdp"])
+def test_one_cycle_on_ranks(tmp_path: Path, strategy: str) -> None:
+    """Under fsdp the loader is set up before the checkpoint is loaded; its workers must not have begun by then."""
+    common = {"strategy": strategy, "model": OneCycle, "num_workers": 1}
+    job = [
+        (2, {**common, "batch_size": 4}, {(0, "batch:8"): KILL}),
+        (2, {**common, "batch_size": 2, "accumulate": 2}, {}),
+    ]
+    attempts(tmp_path, job)
+    assert epochs_of(tmp_path, len(job)) == {0: order(0), 1: order(1)}
+
+
+def _fit_on_unlike_data() -> tuple[str, int]:
+    trainer = Trainer(**fast_trainer_kwargs(".", strategy=AirStrategy(), callbacks=[DataPosition()]))
+    module = Learner(50)
+    try:
+        trainer.fit(module, loader(40 + 4 * trainer.global_rank), loader(shuffle=False))
+    except RuntimeError as error:
+        return str(error), len(module.batches)
+    return "", len(module.batches)
+
+
+def test_ranks_with_unlike_data_are_refused_on_all() -> None:
+    for number, (message, num_batches) in enumerate(values(run_ranks(_fit_on_unlike_data, 2))):
+        assert "The ranks have not the same data: rank 0 has" in message
+        assert f"and rank {number} has" in message
+        assert num_batches == 0

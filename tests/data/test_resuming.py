@@ -46,18 +46,18 @@ EVERYWHERE = (
 )
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+@pytest.fixture(scope="module", params=["saved-before-us", "saved-after-us"])
+def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """All that two epochs of a run write that saves wherever it can; batches of 2, 4 to a step, 5 steps to an epoch."""
     folder = tmp_path_factory.mktemp("saved")
     saves = SaveAt(*EVERYWHERE, folder=folder)
     module = Learner()
     options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 4, "val_check_interval": 0.5}
+    callbacks = [saves, DataPosition()] if request.param == "saved-before-us" else [DataPosition(), saves]
     fit(
         module,
         loader(batch_size=2),
-        DataPosition(),
-        saves,
+        *callbacks,
         val=loader(shuffle=False),
         default_root_dir=folder,
         **options,
