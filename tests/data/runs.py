@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 from lightning_air import AirCheckpoint, AirStrategy, AsyncUCCheckpointIO, DataPosition
 from tests.data.training import loader
@@ -36,14 +37,22 @@ class Model(LightningModule):
             file.write(json.dumps({**told, "batch": batch_idx, "samples": batch.tolist()}) + "\n")
         return self.net(self.table[batch]).square().mean()
 
+    def configure_model(self) -> None:
+        if type(self.trainer.strategy) is ModelParallelStrategy:
+            fully_shard(self.net, mesh=self.trainer.strategy.device_mesh["data_parallel"])
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def strategy_of(name: str) -> Any:
+def strategy_of(name: str, num_ranks: int) -> Any:
     if name.startswith("air "):
         return AirStrategy(name.removeprefix("air "))  # type: ignore[arg-type]
-    return DDPStrategy(process_group_backend="gloo") if name == "ddp" else "auto"
+    stock: dict[str, Any] = {
+        "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
+        "model parallel": lambda: ModelParallelStrategy(num_ranks, 1, process_group_backend="gloo"),
+    }
+    return stock[name]() if name in stock else "auto"
 
 
 def run(
@@ -69,7 +78,7 @@ def run(
         checkpoint = AirCheckpoint(f"{folder}/checkpoints", every=f"{every_steps}steps", keep_last=3)
     else:
         checkpoint = ModelCheckpoint(
-            f"{folder}/checkpoints", every_n_train_steps=every_steps, save_top_k=-1, save_last=True, filename="{step}"
+            f"{folder}/checkpoints/{attempt}", every_n_train_steps=every_steps, save_top_k=-1, filename="{step}"
         )
     options: dict[str, Any] = {"num_sanity_val_steps": 0, "enable_checkpointing": True, "max_epochs": max_epochs}
     if not strategy.startswith("air "):
@@ -77,7 +86,7 @@ def run(
     trainer = Trainer(
         **fast_trainer_kwargs(
             folder,
-            strategy=strategy_of(strategy),
+            strategy=strategy_of(strategy, num_ranks),
             plugins=[AsyncUCCheckpointIO()] if is_ours else None,
             callbacks=[DataPosition(seed=3, tail=tail), checkpoint],
             accumulate_grad_batches=accumulate,
@@ -89,8 +98,11 @@ def run(
     module = model(f"{folder}/{attempt}-{trainer.global_rank}.jsonl", n)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*there is no last checkpoint available")
+        warnings.filterwarnings("ignore", "The dirpath has changed from")
         warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-        trainer.fit(module, loader(n, batch_size, num_workers=num_workers), ckpt_path="last")
+        trainer.fit(
+            module, loader(n, batch_size, num_workers=num_workers), ckpt_path="last" if is_ours else newest(folder)
+        )
     told = {"steps": trainer.global_step, "weights": full_weights(module)["net.weight"].flatten().tolist()}
     if dist.is_initialized():
         dist.barrier()
@@ -127,6 +139,14 @@ def epochs_of(folder: str | Path, num_attempts: int) -> dict[int, list[int]]:
     for _, (epoch, samples) in sorted(steps_of(folder, num_attempts).items()):
         epochs.setdefault(epoch, []).extend(samples)
     return epochs
+
+
+def newest(folder: str) -> str | None:
+    """Return the newest of Lightning's own checkpoints: a file, or a directory, whose `meta.pt` is written last."""
+    found = [
+        path for path in Path(folder).glob("checkpoints/*/*.ckpt") if path.is_file() or (path / "meta.pt").exists()
+    ]
+    return str(max(found, key=lambda path: (int(path.stem.removeprefix("step=")), path.parent.name))) if found else None
 
 
 def first_step(folder: str | Path, attempt: int) -> int:

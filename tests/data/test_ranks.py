@@ -23,6 +23,11 @@ def order(epoch: int) -> list[int]:
     return sample_order(N, seed=3, epoch=epoch)[:].tolist()
 
 
+def all_killed(world_size: int, point: str) -> dict[tuple[int, str], signal.Signals]:
+    """As when nodes are lost; a rank that survives takes seconds to find out."""
+    return {(rank, point): KILL for rank in range(world_size)}
+
+
 def attempts(folder: Path, job: list[tuple[int, dict[str, Any], dict[tuple[int, str], signal.Signals]]]) -> list[Any]:
     """Run the attempts one after the other; all but the last are killed, and all but the first go on."""
     folder.mkdir(exist_ok=True)
@@ -41,9 +46,9 @@ def attempts(folder: Path, job: list[tuple[int, dict[str, Any], dict[tuple[int, 
 def test_two_ranks_then_one_then_three_then_two(tmp_path: Path, strategies: tuple[str, str]) -> None:
     first, second = strategies
     job = [
-        (2, {"strategy": first, "batch_size": 2, "accumulate": 2}, {(1, "batch:9"): KILL}),
+        (2, {"strategy": first, "batch_size": 2, "accumulate": 2}, all_killed(2, "batch:9")),
         (1, {"strategy": second, "batch_size": 3}, {(0, "batch:17"): KILL}),
-        (3, {"strategy": first, "batch_size": 5, "num_workers": 2}, {(2, "batch:22"): KILL}),
+        (3, {"strategy": first, "batch_size": 5, "num_workers": 2}, all_killed(3, "batch:22")),
         (2, {"strategy": second, "batch_size": 4}, {}),
     ]
     told = attempts(tmp_path, job)
@@ -61,6 +66,18 @@ def test_stock_ddp_with_lightning_s_own_checkpoints(tmp_path: Path, use_distribu
         (2, {**common, "batch_size": 4}, {(0, "batch:6"): KILL}),
         (1, {**common, "strategy": "single", "batch_size": 3, "accumulate": 2}, {(0, "batch:14"): KILL}),
         (2, {**common, "batch_size": 2, "num_workers": 1}, {}),
+    ]
+    attempts(tmp_path, job)
+    epochs = epochs_of(tmp_path, len(job))
+    assert epochs == {0: order(0), 1: order(1)}
+
+
+def test_stock_fsdp_with_lightning_s_own_checkpoints(tmp_path: Path) -> None:
+    common = {"strategy": "model parallel", "is_ours": False}
+    job = [
+        (2, {**common, "batch_size": 4}, {(0, "batch:6"): KILL}),
+        (3, {**common, "batch_size": 2, "accumulate": 2}, {(2, "batch:12"): KILL}),
+        (2, {**common, "batch_size": 3}, {}),
     ]
     attempts(tmp_path, job)
     epochs = epochs_of(tmp_path, len(job))
@@ -104,7 +121,7 @@ def test_one_cycle_on_ranks(tmp_path: Path, strategy: str) -> None:
     """Under fsdp the loader is set up before the checkpoint is loaded; its workers must not have begun by then."""
     common = {"strategy": strategy, "model": OneCycle, "num_workers": 1}
     job = [
-        (2, {**common, "batch_size": 4}, {(0, "batch:8"): KILL}),
+        (2, {**common, "batch_size": 4}, all_killed(2, "batch:8")),
         (2, {**common, "batch_size": 2, "accumulate": 2}, {}),
     ]
     attempts(tmp_path, job)
