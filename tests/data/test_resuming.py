@@ -126,6 +126,19 @@ def test_resumes_of_resumes_with_other_global_batches(tmp_path: Path, is_iterati
     assert ends == {0: 40, 1: 35, 2: 36}
 
 
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end", "on_train_batch_end"])
+def test_with_max_steps_an_epoch_begins_as_any_other(hook: str) -> None:
+    """Lightning takes every resume of such a run for one within an epoch."""
+    options: dict[str, Any] = {"max_steps": 20, "max_epochs": 3, "val": loader(shuffle=False)}
+    saves, whole, module = SaveAt(hook), Learner(), Learner()
+    fit(whole, loader(), DataPosition(), saves, **options)
+    path = saves.paths[0 if hook != "on_train_batch_end" else 9]
+    trainer = fit(module, loader(), DataPosition(), ckpt_path=path, **options)
+    assert all_samples(module) == order(1)
+    assert module.validated == whole.validated[1:]
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 20
+
+
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True, "prefetch_factor": 5}])
 def test_workers_may_have_read_ahead(options: dict[str, Any]) -> None:
     saves = SaveAt("on_train_batch_end")
