@@ -165,7 +165,7 @@ class DataPosition(Callback):
             seed=users.seed if users is not None else self._initial_seed(),
             shuffle=does_shuffle,
             tail=users.tail if users is not None else self._tail,
-            fingerprint=self._fingerprint,
+            fingerprint=self._fingerprint or (users.fingerprint if users is not None else ""),
             **(trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}),
         )
         if users is not None and users.n != made.n:

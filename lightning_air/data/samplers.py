@@ -90,6 +90,7 @@ class ResumableSampler(DistributedSampler[int]):
         self.batch_size = whole_number("batch_size", batch_size, 1, MAX_SAMPLES)
         self.accumulate = whole_number("accumulate", accumulate, 1, MAX_SAMPLES)
         self.tail = checked_tail(tail)
+        self.fingerprint = fingerprint
         kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}" if is_sized else ""
         self.dataset_name = f"{kind} {fingerprint}".strip()
         if len(self.dataset_name) > MAX_TEXT:

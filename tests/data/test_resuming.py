@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_air import DataPosition, ResumableBatchSampler, ResumableSampler
+from lightning_air.data import DataChangedError
 from tests.data.training import NUM_SAMPLES, DieAfter, Learner, Numbers, SaveAt, fit, loader, order
 
 GLOBAL_BATCH = 8  # of the runs that save
@@ -272,10 +273,13 @@ def test_stock_lightning_goes_on_with_ours() -> None:
 
 def test_the_user_s_own_resumable_samplers_are_taken_up() -> None:
     for options in (
-        {"sampler": ResumableSampler(Numbers(), batch_size=4, seed=5, tail="exact"), "batch_size": 4},
-        {"batch_sampler": ResumableBatchSampler(Numbers(), batch_size=4, seed=5, tail="exact")},
+        {"sampler": ResumableSampler(Numbers(), batch_size=4, seed=5, fingerprint="v1"), "batch_size": 4},
+        {"batch_sampler": ResumableBatchSampler(Numbers(), batch_size=4, seed=5, fingerprint="v1")},
     ):
         saves, module = SaveAt("on_train_batch_end"), Learner()
         fit(Learner(), DataLoader(Numbers(), **options), DataPosition(), saves)
         fit(module, DataLoader(Numbers(), **options), DataPosition(), ckpt_path=saves.paths[3], max_epochs=2)
         assert all_samples(module) == (order(0, seed=5) + order(1, seed=5))[16:]
+        data = DataLoader(Numbers(), **options)
+        with pytest.raises(DataChangedError, match=r"Numbers v1'; now it is .*Numbers v2'"):
+            fit(module, data, DataPosition(fingerprint="v2"), ckpt_path=saves.paths[3], max_epochs=2)
