@@ -15,6 +15,7 @@ from lightning_air.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
+from lightning_air.data import DataPosition, ResumableBatchSampler, ResumableSampler, sample_order, sample_rng
 from lightning_air.health import GPUHealth, GPUSample, read_gpus
 from lightning_air.strategy import AirStrategy
 
@@ -28,8 +29,11 @@ __all__ = [
     "AsyncUCCheckpointIO",
     "BadCheckpointError",
     "CheckpointFailedError",
+    "DataPosition",
     "GPUHealth",
     "GPUSample",
+    "ResumableBatchSampler",
+    "ResumableSampler",
     "VolumeReader",
     "VolumeWriter",
     "__version__",
@@ -37,6 +41,8 @@ __all__ = [
     "latest_checkpoint",
     "open_checkpoint",
     "read_gpus",
+    "sample_order",
+    "sample_rng",
     "verify_checkpoint",
 ]
 

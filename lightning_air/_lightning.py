@@ -6,7 +6,7 @@ contract tests fail when a Lightning release moves one. The package speaks `ligh
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -36,6 +36,7 @@ from lightning.pytorch.strategies import (
 # Private: there is no public launcher that forks the ranks of a notebook.
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -48,6 +49,7 @@ __all__ = [
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
+    "CombinedLoader",
     "DDPStrategy",
     "FSDPStrategy",
     "LightningCLI",
@@ -71,8 +73,10 @@ __all__ = [
     "WeightAveraging",
     "all_parts",
     "batches_that_stepped",
+    "end_restart",
     "is_overridden",
     "loaded_checkpoint",
+    "num_stepped",
     "optimizers_to_device",
     "other_package_hint",
     "rank_zero_experiment",
@@ -80,7 +84,10 @@ __all__ = [
     "rank_zero_only",
     "rank_zero_warn",
     "refuse_other_package",
+    "set_num_batches",
     "to_uncompiled",
+    "unwrap_train_dataloaders",
+    "wrap_train_dataloaders",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
@@ -154,3 +161,51 @@ def batches_that_stepped(checkpoint: Mapping[str, Any]) -> int:
 def all_parts(trainer: Trainer) -> list[Any]:
     """Return the callbacks and loggers of a Trainer."""
     return [*trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined] # set by Trainer's callback connector
+
+
+def wrap_train_dataloaders(trainer: Trainer, wrap: Callable[[Any], Any]) -> None:
+    """Have a Trainer train on what a function makes of the loaders that the user gave, whenever it asks for them.
+
+    Private, for want of a public way that sees the training loaders only, and before Lightning has replaced their
+    samplers: `Strategy.process_dataloader` comes after that, and is for validation's, too.
+    """
+    source = trainer.fit_loop._data_source  # noqa: SLF001
+    ask = type(source).dataloader
+    source.dataloader = lambda: wrap(ask(source))  # type: ignore[method-assign]
+
+
+def unwrap_train_dataloaders(trainer: Trainer) -> None:
+    """Undo `wrap_train_dataloaders`."""
+    vars(trainer.fit_loop._data_source).pop("dataloader", None)  # noqa: SLF001
+
+
+def set_num_batches(trainer: Trainer, num_batches: int) -> None:
+    """Let the epoch that begins, or goes on, end after its batch of this number.
+
+    Lightning settles that when it sets up the loader, for all epochs to come. Its iterator over the loader is made
+    anew; private, as there is no other way to it.
+    """
+    loop = trainer.fit_loop
+    loop.max_batches = num_batches
+    fetcher = loop._data_fetcher  # noqa: SLF001
+    assert fetcher is not None  # since `setup_data`
+    fetcher.combined_loader.limits = [num_batches]
+    iter(fetcher)
+    is_by_batches = getattr(trainer, "val_check_batch", None) not in {None, float("inf")}
+    if is_by_batches and isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Let an epoch begin as any other after a checkpoint was loaded; with `max_steps` Lightning would not."""
+    loop = trainer.fit_loop
+    for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        each.on_iteration_done()
+
+
+def num_stepped(trainer: Trainer) -> int:
+    """Return how many batches have ended in an optimizer's step, as loggers count steps, within a batch without it.
+
+    Private: the public count of steps counts each optimizer.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001

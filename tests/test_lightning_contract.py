@@ -497,6 +497,23 @@ def _loaded_checkpoint() -> None:
     assert _trainer()._checkpoint_connector._loaded_checkpoint == {}
 
 
+def _data_source() -> None:
+    source = _trainer().fit_loop._data_source
+    source.instance = ["loaders"]
+    assert type(source).dataloader(source) == ["loaders"]
+    source.dataloader = list  # type: ignore[method-assign] # as an attribute of its own, which is found first
+    assert source.dataloader() == []
+
+
+def _data_fetcher() -> None:
+    # That it is there once loaders are: `tests/data`.
+    assert _trainer().fit_loop._data_fetcher is None
+
+
+def _num_stepped() -> None:
+    assert _trainer().fit_loop.epoch_loop._batches_that_stepped == 0
+
+
 def _tracking_store() -> None:
     from mlflow.tracking._tracking_service import utils
 
@@ -540,6 +557,9 @@ PRIVATE = [
     ("_checkpoint_connector", _loaded_checkpoint, "a run would not be continued, nor linked to what it resumed from"),
     ("_loaded_checkpoint", _loaded_checkpoint, "a run would not be continued, nor linked to what it resumed from"),
     ("_get_store", _tracking_store, "metrics would wait for MLflow's own retries, and Retry-After be hidden"),
+    ("_data_source", _data_source, "DataPosition would not see the training loader"),
+    ("_data_fetcher", _data_fetcher, "an epoch that goes on, and those after it, would end too early or too late"),
+    ("_batches_that_stepped", _num_stepped, "loggers would count steps otherwise after a resume"),
     ("_generate_state_key", _state_key, "two AirCheckpoints would overwrite each other's state"),
 ]
 

@@ -1,1 +1,17 @@
-"""Resuming at the exact sample (to come)."""
+"""Resuming at the exact sample: any topology, O(1), or a refusal that says why."""
+
+from lightning_air.data.callback import DataPosition
+from lightning_air.data.permutation import SampleOrder, sample_order, sample_rng
+from lightning_air.data.record import DataChangedError, PositionRecord
+from lightning_air.data.samplers import ResumableBatchSampler, ResumableSampler
+
+__all__ = [
+    "DataChangedError",
+    "DataPosition",
+    "PositionRecord",
+    "ResumableBatchSampler",
+    "ResumableSampler",
+    "SampleOrder",
+    "sample_order",
+    "sample_rng",
+]
