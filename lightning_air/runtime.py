@@ -230,6 +230,18 @@ def detect_gpu_visibility(environ: Mapping[str, str] | None = None) -> GpuVisibi
     )
 
 
+def detect_seed(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the seed that `seed_everything` has set, which it keeps where other processes see it; None for none.
+
+    Args:
+        environ: The environment; None is `os.environ`.
+
+    Raises:
+        ValueError: It is no seed.
+    """
+    return _Environment(os.environ if environ is None else environ).number("PL_GLOBAL_SEED", maximum=2**32 - 1)
+
+
 def staging_area(path: str | Path | None = None) -> StagingArea:
     """Choose the local directory for files on their way to a volume; creates nothing.
 

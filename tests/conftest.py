@@ -1,6 +1,7 @@
 """Every test runs in a directory of its own, and fails if it leaves anything behind."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for message in EXPECTED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
     os.environ.setdefault("DO_NOT_TRACK", "true")
+    # A shell has commands in the background (`make test &`) ignore Ctrl-C, and they leave that to what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -24,6 +24,7 @@ from lightning_air.runtime import (
     detect_job_run,
     detect_launch,
     detect_platform,
+    detect_seed,
     staging_area,
 )
 
@@ -586,3 +587,14 @@ def test_runtime_imports_neither_lightning_nor_torch() -> None:
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not [name for name in imported if name.partition(".")[0] in {"lightning", "torch", "lightning_air"}]
+
+
+@pytest.mark.parametrize(("text", "seed"), [(None, None), ("", None), ("0", 0), ("4294967295", 2**32 - 1)])
+def test_the_seed_that_was_set(text: str | None, seed: int | None) -> None:
+    assert detect_seed({} if text is None else {"PL_GLOBAL_SEED": text}) == seed
+
+
+@pytest.mark.parametrize("text", ["-1", "4294967296", "one"])
+def test_what_is_no_seed(text: str) -> None:
+    with pytest.raises(ValueError, match=f"PL_GLOBAL_SEED must be a whole number from 0 to 4294967295.*'{text}'"):
+        detect_seed({"PL_GLOBAL_SEED": text})

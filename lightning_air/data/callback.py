@@ -4,7 +4,6 @@ The order of samples is a function of (seed, epoch, position); the checkpoint ho
 optimizer has stepped. This callback hands Lightning loaders that read from there, and puts Lightning's counters there.
 """
 
-import os
 from dataclasses import asdict, replace
 from typing import Any, Literal, get_args
 
@@ -34,6 +33,7 @@ from lightning_air.data.record import DataChangedError, PositionRecord, checked_
 from lightning_air.data.samplers import ResumableSampler
 from lightning_air.data.speed import DataSpeed
 from lightning_air.data.splitting import Split, Tail
+from lightning_air.runtime import detect_seed
 
 OnInexact = Literal["refuse", "warn"]
 
@@ -175,7 +175,7 @@ class DataPosition(Callback):
         return made
 
     def _initial_seed(self) -> int:
-        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
+        return (detect_seed() or 0) if self._seed is None else self._seed
 
     # ---- resuming ----------------------------------------------------------------------------------------------------
 

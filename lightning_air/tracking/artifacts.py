@@ -25,6 +25,7 @@ import yaml
 from mlflow import MlflowClient
 
 from lightning_air.tracking.attempts import LAUNCH_ID
+from lightning_air.tracking.outbox import Outbox
 from lightning_air.tracking.spool_folder import SET_ASIDE_NAME
 from lightning_air.tracking.window import Event
 
@@ -95,6 +96,17 @@ def log_text(client: MlflowClient, run_id: str, artifact: TextArtifact) -> None:
         Exception: Whatever MLflow, or what it uploads with, raises.
     """
     client.log_text(run_id, artifact.text, artifact.path)
+
+
+def outbox_of(artifact: TextArtifact) -> Outbox:
+    """Return what keeps a text on the disk until it can be uploaded."""
+    return Outbox(texts={artifact.path: artifact.text})
+
+
+def set_aside_outbox(spool_folder: Path, attempt: str) -> Outbox:
+    """Return what keeps the list of points that the server refused, as `log_set_aside`, until it can be uploaded."""
+    path = spool_folder / SET_ASIDE_NAME
+    return Outbox(files=((str(path), f"tracking/{attempt}"),)) if path.exists() else Outbox()
 
 
 def log_set_aside(client: MlflowClient, run_id: str, spool_folder: Path, attempt: str) -> bool:

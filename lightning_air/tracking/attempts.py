@@ -26,7 +26,7 @@ ROLLED_BACK_TAG = f"{TAG_PREFIX}rolled_back"
 _SCHEDULER_TAG = f"{TAG_PREFIX}scheduler"
 _JOB_TAG = f"{TAG_PREFIX}job_run_id"
 ATTEMPT_TAG = f"{TAG_PREFIX}attempt"
-_LAUNCH_TAG = f"{TAG_PREFIX}launch_id"
+LAUNCH_TAG = f"{TAG_PREFIX}launch_id"
 _RESUMED_TAG = f"{TAG_PREFIX}resumed_from"
 _SYSTEM_METRICS = "system/"
 _MAX_RUNS = 1_000
@@ -76,7 +76,7 @@ def find_attempts(client: MlflowClient, experiment_id: str, job: JobRun) -> list
     )
     tags = [(run.info.run_id, run.data.tags) for run in runs]
     return [
-        Attempt(run_id, int(has[ATTEMPT_TAG]), has.get(_LAUNCH_TAG, ""))
+        Attempt(run_id, int(has[ATTEMPT_TAG]), has.get(LAUNCH_TAG, ""))
         for run_id, has in tags
         if has.get(ATTEMPT_TAG, "").isdecimal()
     ]
@@ -103,7 +103,7 @@ def attempt_tags(
         resumed_from: None for a training from scratch.
         launch_id: Of this process.
     """
-    tags = {_LAUNCH_TAG: launch_id}
+    tags = {LAUNCH_TAG: launch_id}
     if job is not None:
         tags |= {_SCHEDULER_TAG: job.scheduler, _JOB_TAG: _job_id(job), ATTEMPT_TAG: str(ordinal)}
     if resumed_from is not None:

@@ -23,6 +23,7 @@ from mlflow.exceptions import MlflowException
 
 from lightning_air.tracking.door_errors import Busy, DoorError, Refused, Unreachable, judge, one_line
 from lightning_air.tracking.metric_names import examples
+from lightning_air.tracking.outbox import Outbox, sum_of
 from lightning_air.tracking.patience import Patience, Wait
 from lightning_air.tracking.warn_once import Warn, WarnOnce
 
@@ -49,6 +50,7 @@ class _Job:
         name: For the user.
         call: What to do.
         replaces: Of two that wait with the same, the later one counts.
+        note: What another process needs to do the same.
         num_turns: How often it has given way to others that succeeded.
         num_done_before: How many had succeeded when it gave way last.
     """
@@ -56,6 +58,7 @@ class _Job:
     name: str
     call: Callable[[], object]
     replaces: str | None
+    note: Callable[[], Outbox] | None = None
     num_turns: int = 0
     num_done_before: int = 0
 
@@ -72,6 +75,8 @@ class Background:
         clock: The time in seconds.
         wait: Sleeps between two tries.
         max_waiting: Calls that may wait.
+        on_trouble: Called on the thread after a failure, and after the success that ends it: the time to put what
+            waits on the disk.
 
     Attributes:
         num_done: Calls that succeeded.
@@ -86,8 +91,10 @@ class Background:
         clock: Callable[[], float] = time.monotonic,
         wait: Wait = threading.Event.wait,
         max_waiting: int = MAX_WAITING,
+        on_trouble: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
+        self._on_trouble = on_trouble
         self.num_done = self.num_dropped = 0
         self._warn = warn or WarnOnce()
         self._clock, self._wait = clock, wait
@@ -102,9 +109,17 @@ class Background:
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_parents = False
         self._failing_since_seconds: float | None = None
+        self._has_recovered = False
         _backgrounds.add(self)
 
-    def submit(self, name: str, call: Callable[[], object], *, replaces: str | None = None) -> None:
+    def submit(
+        self,
+        name: str,
+        call: Callable[[], object],
+        *,
+        replaces: str | None = None,
+        note: Callable[[], Outbox] | None = None,
+    ) -> None:
         """Have a call made later, on the thread. Returns at once and never raises.
 
         The call may be made several times, so it has to be one that does no harm twice, and, if the server has trouble
@@ -114,8 +129,9 @@ class Background:
             name: What it brings where, for the user.
             call: What it raises tells whether it may pass, as `trouble_of` judges.
             replaces: A call with the same that still waits is dropped, and this one takes its place.
+            note: Says what another process needs to do the same, should this one not come to it; any thread's.
         """
-        job = _Job(name, call, replaces)
+        job = _Job(name, call, replaces, note)
         with self._state:
             is_late = self._is_closed
             crowded_out = None if is_late else self._add(job)
@@ -159,7 +175,7 @@ class Background:
             if self._thread is not None and self._is_working():
                 self._thread.join(_bounded(max(0.0, deadline_seconds)))
             self._work_here(until_seconds)
-            if left := self.left:
+            if left := self.lost:
                 self._warn(
                     f"{self.name} left",
                     f"Not known to have reached MLflow within {deadline_seconds:g} s: {examples(left)}.",
@@ -171,6 +187,24 @@ class Background:
         """The names of the calls that are not made yet."""
         with self._state:
             return [job.name for job in self._jobs.values()]
+
+    @property
+    def kept(self) -> list[str]:
+        """The names of those of them that another process can make."""
+        with self._state:
+            return [job.name for job in self._jobs.values() if job.note is not None]
+
+    @property
+    def lost(self) -> list[str]:
+        """The names of those of them that no other process can make."""
+        with self._state:
+            return [job.name for job in self._jobs.values() if job.note is None]
+
+    def outbox(self) -> Outbox:
+        """Return what another process needs to make the calls that are not made yet. Any thread's."""
+        with self._state:
+            notes = [job.note for job in self._jobs.values() if job.note is not None]
+        return sum_of(note() for note in notes)
 
     def _is_through(self, last: int) -> bool:
         return min(tuple(self._jobs), default=last) >= last
@@ -248,6 +282,9 @@ class Background:
                         self._waiting[job.replaces] = number
                 self._running = None
                 self._state.notify_all()
+        if self._has_recovered:
+            self._has_recovered = False
+            self._on_trouble()
 
     def _insist(self, number: int, patience: Patience) -> bool:
         """Make a call until it succeeds or is refused; return False if it has to be made later."""
@@ -262,12 +299,14 @@ class Background:
                 kind, trouble = f"refused {type(error).__name__}", trouble_of(error)
             else:
                 self.num_done += 1
+                self._has_recovered = self._failing_since_seconds is not None
                 self._failing_since_seconds = None
                 return True
             if isinstance(trouble, Refused):
                 self._drop(job, kind, str(trouble))
                 return True
             self._note_failure(job, trouble)
+            self._on_trouble()
             if attempt >= TRIES_IN_A_ROW and len(self._jobs) > 1:
                 return self._is_hopeless(job, trouble)
             asked = trouble.retry_after_seconds if isinstance(trouble, Busy) else None

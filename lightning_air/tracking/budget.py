@@ -5,6 +5,8 @@ A point is one value of one metric at one step; the platform counts each against
 
 from typing import Any
 
+from lightning_air.tracking.octaves import POINTS_PER_HALF
+
 WARN_PERCENTS = (50, 80, 95)
 DEFAULT_CAP = 10_000_000
 """Metric steps per run, on the platform."""
@@ -66,6 +68,18 @@ class Budget:
     def for_steps(self) -> int:
         """Points for all other metrics, beside what the run had before; those used of them since included."""
         return max(0, self.ours - self.reserve - self.spent)
+
+    def enlarge_reserve(self, left: int) -> bool:
+        """Move a tenth of what is left for the other metrics to the reserve, which is used up.
+
+        Returns:
+            Whether it was: there must be enough left to be worth a new plan for all.
+        """
+        more = left // RESERVE_DIVISOR
+        if more < POINTS_PER_HALF:
+            return False
+        self._reserve = self.reserve + more
+        return True
 
     def for_exempt(self, steps_used: int) -> int:
         """Return the points for exempt metrics.

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from mlflow import MlflowClient
 
 from lightning_air.tracking.artifacts import FileUpload, TextArtifact, files_of, log_text, yaml_text
+from lightning_air.tracking.outbox import Outbox
 from lightning_air.tracking.run_tags import TAG_PREFIX
 from lightning_air.tracking.texts import MAX_TAG_LENGTH, storable
 from lightning_air.tracking.warn_once import Warn, WarnOnce
@@ -385,6 +386,14 @@ class CheckpointUpload:
         self._files.send(client, run_id)
         for text in self._texts:
             log_text(client, run_id, text)
+
+    def outbox(self) -> Outbox:
+        """Return what another process needs to upload it, if the checkpoint is still there then."""
+        # Not from the second names, which go with this process.
+        return Outbox(
+            files=((str(Path(self.path).absolute()), self.folder),),
+            texts={text.path: text.text for text in self._texts},
+        )
 
 
 class CheckpointUploads:

@@ -30,6 +30,7 @@ from lightning_air._lightning import (
 from lightning_air.runtime import detect_job_run, detect_platform
 from lightning_air.tracking.autolog import Autolog, end_autolog_run, find_autolog, stray_run_warning
 from lightning_air.tracking.companion import RunCompanion, state_of
+from lightning_air.tracking.ending import end_reserved
 from lightning_air.tracking.flat_params import flatten_params
 from lightning_air.tracking.logger_options import LoggerOptions
 from lightning_air.tracking.node_output import NodeOutput
@@ -289,7 +290,9 @@ class AirMLflowLogger(MLFlowLogger):
             self._earlier = session
             session.close(self._ended, deadline_seconds=self._close_seconds)
         if self._output is not None:
-            self._output.close(max(1.0, until_seconds - time.monotonic()))
+            is_sent = self._output.close(max(1.0, until_seconds - time.monotonic()))
+            if not is_sent and session is not None:
+                session.keep_output(self._output)
         if session is not None and self._ended == "KILLED":
             end_autolog_run(session.run_id, "KILLED")
         if session is not None and session.is_told:
@@ -449,11 +452,18 @@ class AirMLflowLogger(MLFlowLogger):
         if opened is None or (session is not None and session.is_told) or opened.choice.ends == "never":
             return
         status = self._ended if crash is None else _status_of(crash)
-        client = self.experiment
         if session is not None:
             session.end(status, deadline_seconds=self._close_seconds)
         elif opened.run.is_new:  # its id was asked for, and nothing more
-            client.set_terminated(opened.run.run_id, status)
+            end_reserved(
+                self.experiment,
+                opened.run.run_id,
+                status,
+                uri=self.tracking_uri,
+                folder=self._options.spool_dir / opened.run.run_id,
+                deadline_seconds=self._close_seconds,
+                warn=self._warn,
+            )
 
 
 def _status(lightnings: str) -> Status:

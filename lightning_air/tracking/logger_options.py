@@ -110,7 +110,7 @@ class LoggerOptions:
             aggregate=_as_tuple(aggregate),
             exempt=_as_tuple(exempt),
             tags=checked_user_tags(tags),
-            spool_dir=staging_area().path / _SPOOLS if spool_dir is None else _local_folder(spool_dir, platform),
+            spool_dir=default_spool_dir() if spool_dir is None else _local_folder(spool_dir, platform),
             **others,
         )
         options.new_thinner(0)  # it checks the rest
@@ -138,6 +138,11 @@ class LoggerOptions:
     def script(self) -> str:
         """What is being run, for default names."""
         return script_name(sys.argv[0], self.platform.notebook_path)
+
+
+def default_spool_dir() -> Path:
+    """Return where runs have their spools if nobody says."""
+    return staging_area().path / _SPOOLS
 
 
 def _launch() -> Launch:

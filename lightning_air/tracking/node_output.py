@@ -31,6 +31,9 @@ class NodeOutput:
         folder: Of this node and attempt, in the run's artifacts.
         warn: Told of trouble, once.
         upload_seconds: From one upload to the next.
+
+    Attributes:
+        folder: In the run's artifacts.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class NodeOutput:
     ) -> None:
         self._make_client = make_client
         self._run_id = run_id
-        self._folder = folder
+        self.folder = folder
         self._warn = warn
         self._upload_seconds = upload_seconds
         area = staging_area().path
@@ -52,6 +55,7 @@ class NodeOutput:
         self._local = Path(tempfile.mkdtemp(prefix="lightning_air_console-", dir=area))
         self._capture = ConsoleCapture(self._local / "live", warn=warn)
         self._sent: dict[str, bytes] = {}
+        self._is_sent = True
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, _remove, self._local, os.getpid())
@@ -66,13 +70,27 @@ class NodeOutput:
             )
             self._thread.start()
 
-    def close(self, deadline_seconds: float) -> None:
-        """Stop, and upload the end of it within the deadline. Idempotent."""
+    def close(self, deadline_seconds: float) -> bool:
+        """Stop, and upload the end of it within the deadline; return whether all has arrived. Idempotent."""
         self._capture.stop()
         self._is_over.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(deadline_seconds)
+            self._is_sent = self._is_sent and not thread.is_alive()
+        return self._is_sent
+
+    def copy_into(self, folder: Path) -> list[Path]:
+        """Copy what was printed so far into a folder, a file per stream that something was written to.
+
+        Returns:
+            The copies.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return [path for path in self._capture.copy_into(folder) if path.stat().st_size]
 
     def _run(self, is_over: threading.Event) -> None:
         client: MlflowClient | None = None
@@ -82,15 +100,17 @@ class NodeOutput:
             try:
                 client = client or self._make_client()
                 self._upload(client)
+                self._is_sent = True
             except Exception as error:  # noqa: BLE001 - training must not end because its output is not kept
-                self._warn("output", f"The output of this node cannot be uploaded to {self._folder!r}: {error}")
+                self._is_sent = False
+                self._warn("output", f"The output of this node cannot be uploaded to {self.folder!r}: {error}")
 
     def _upload(self, client: MlflowClient) -> None:
         with tempfile.TemporaryDirectory(dir=self._local) as scratch:
             for path in self._capture.copy_into(Path(scratch)):
                 content = path.read_bytes()
                 if content and self._sent.get(path.name) != content:
-                    client.log_artifact(self._run_id, str(path), self._folder)
+                    client.log_artifact(self._run_id, str(path), self.folder)
                     self._sent[path.name] = content
 
 

@@ -1,5 +1,6 @@
 """Open the run of a training: choose it, find out which attempt this is, and make or adopt it. Rank 0's."""
 
+import logging
 import re
 import time
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from lightning_air.tracking.run_opening import OpenRun, open_run
 from lightning_air.tracking.run_tags import World, run_tags
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.workspace_user import ask_workspace_user
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 60.0
 """How long a server that does not answer at the start is waited for."""
@@ -100,9 +103,26 @@ class Opening:
         for text in (*choice.warnings, *run.warnings):
             self._warn(text, text)
         choice = replace(choice, run_id=run.run_id, experiment_id=run.experiment_id, parent_run_id=None)
-        named = self._experiment  # where the run is, unless it was there before
-        name = named.name if named is not None and named.experiment_id == run.experiment_id else None
-        return Opened(run=run, choice=choice, ordinal=ordinal, experiment_name=name)
+        return Opened(run=run, choice=choice, ordinal=ordinal, experiment_name=self._name_of_experiment(run))
+
+    def _name_of_experiment(self, run: OpenRun) -> str | None:
+        """Return where the run is, and warn if the user has named another experiment; None if it cannot be known."""
+        named = self._experiment
+        if named is not None and named.experiment_id == run.experiment_id:
+            return named.name
+        try:
+            name = str(self._client.get_experiment(run.experiment_id).name)
+        except Exception as error:  # noqa: BLE001 - it may be closed to the user, and is only shown
+            logger.debug("The experiment %s cannot be asked for: %s", run.experiment_id, error)
+            return None
+        wanted = self._options.experiment_name
+        if wanted not in {None, name}:
+            self._warn(
+                "other experiment",
+                f"experiment_name={wanted!r} is not used: the run {run.run_id} is in the experiment {name!r}, and a "
+                "run cannot move.",
+            )
+        return name
 
     def reconsidered(self, reserved: Opened, state: Mapping[str, Any] | None, autolog: Autolog | None) -> Opened:
         """Return the run to log into, now that the checkpoint and the Trainer are known; nothing is logged yet.

@@ -13,7 +13,8 @@ from typing import Any
 
 from lightning_air.tracking.full_record import Kept
 from lightning_air.tracking.segments import BEGINNING, Position
-from lightning_air.tracking.spool_folder import PROGRESS_NAME, write_whole
+from lightning_air.tracking.spool_folder import PROGRESS_NAME
+from lightning_air.tracking.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -6,40 +6,40 @@ All of it goes through one background thread, in order; training waits for none 
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from mlflow import MlflowClient
-from mlflow.entities import Param, RunTag
-from mlflow.exceptions import MlflowException
 
 from lightning_air._lightning import ModelCheckpoint, Trainer
 from lightning_air.tracking.artifacts import (
+    TextArtifact,
     config_artifact,
     events_artifact,
     hyperparameters_artifact,
     log_set_aside,
     log_text,
+    outbox_of,
     plain,
+    set_aside_outbox,
 )
-from lightning_air.tracking.background import Background, trouble_of
+from lightning_air.tracking.background import Background
 from lightning_air.tracking.checkpoint_records import (
     CheckpointHistory,
     CheckpointRecord,
+    CheckpointUpload,
     CheckpointUploads,
     Sighting,
     look_at,
 )
-from lightning_air.tracking.door_errors import Refused
 from lightning_air.tracking.flat_params import flatten_params
-from lightning_air.tracking.metric_names import renamed_warning
-from lightning_air.tracking.params import change_tags, left_out_warning, param_batches, plan_params
+from lightning_air.tracking.outbox import Outbox
+from lightning_air.tracking.params_and_tags import ParamsAndTags
 from lightning_air.tracking.run_opening import OpenRun
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.window import Event
 
-_MAX_BATCH_TAGS = 100
 _MAX_EVENTS = 10_000
 
 
@@ -72,19 +72,21 @@ class RunRecords:
         self._background = background
         self._attempt = attempt
         self._warn = warn
-        self._params, self._tags = dict(run.params), dict(run.tags)  # the background thread's
+        self._values = self._values_of(run)  # the background thread's
         self._history = CheckpointHistory() if checkpoints is None else CheckpointHistory.from_snapshot(checkpoints)
         self._uploads = CheckpointUploads(log_model, pin_name=f".uploads-{run.run_id[:8]}", warn=warn)
         # Not each in a call of its own: the list takes the place of one that waits, before what was seen since then.
         self._sightings: deque[tuple[Sighting | str, float]] = deque()
         self._hyperparameters: list[Any] = []  # each once
         self._events: list[Event] = []  # the writer's thread's
-        self._refusal = ""  # the background thread's
 
     def reopen(self, run: OpenRun, background: Background) -> None:
         """Go on in a later stage of training; what belongs to the attempt stays."""
         self._background = background
-        self._params, self._tags = dict(run.params), dict(run.tags)
+        self._values = self._values_of(run)
+
+    def _values_of(self, run: OpenRun) -> ParamsAndTags:
+        return ParamsAndTags(self._client, run.run_id, run.params, run.tags, warn=self._warn)
 
     @property
     def best_checkpoint(self) -> CheckpointRecord | None:
@@ -101,71 +103,33 @@ class RunRecords:
         """Record parameters: new ones as such, changed ones as tags, and all of them as an artifact."""
         for each in params:
             flat = flatten_params(each)
-            self._background.submit("parameters", lambda flat=flat: self._send_params(flat))  # type: ignore[misc]
+            self._background.submit(
+                "parameters",
+                lambda flat=flat: self._values.send_params(flat),  # type: ignore[misc]
+                note=lambda flat=flat: Outbox(params=flat),  # type: ignore[misc]
+            )
             if (now := plain(each)) not in self._hyperparameters:
                 self._hyperparameters.append(now)
         if params:
             known = list(self._hyperparameters)
-            self._background.submit(
-                "hyperparameters.yaml", lambda: self._send_hyperparameters(known), replaces="hyperparameters"
+            self._submit_text(
+                "hyperparameters.yaml",
+                lambda: hyperparameters_artifact(known[0] if len(known) == 1 else known, self._attempt),
+                replaces="hyperparameters",
             )
 
-    def _send_hyperparameters(self, known: Sequence[Any]) -> None:
-        artifact = hyperparameters_artifact(known[0] if len(known) == 1 else known, self._attempt)
-        log_text(self._client, self._run_id, artifact)
-
-    def _send_params(self, flat: Mapping[str, str]) -> None:
-        plan = plan_params(flat, self._params)
-        if not all(self._takes(batch) for batch in param_batches(plan.new)):
-            # Somebody else, such as autologging, has logged one with another value, or one is never taken.
-            self._params |= self._client.get_run(self._run_id).data.params
-            plan = plan_params(flat, self._params)
-            for batch in param_batches(plan.new):
-                self._send_what_it_takes(list(batch.items()))
-        self._send_tags(change_tags(plan, self._tags))
-        if plan.renamed:
-            text = renamed_warning("parameter", plan.renamed)
-            self._warn(text, text)
-        if (text_or_none := left_out_warning(plan)) is not None:
-            self._warn(text_or_none, text_or_none)
-
-    def _takes(self, batch: Mapping[str, str]) -> bool:
-        """Send parameters; return False if the server refuses them."""
-        try:
-            self._client.log_batch(self._run_id, params=[Param(key, value) for key, value in batch.items()])
-        except MlflowException as error:
-            trouble = trouble_of(error)
-            if not (isinstance(trouble, Refused) and trouble.blames_content):
-                raise
-            self._refusal = str(trouble)
-            return False
-        self._params |= batch
-        return True
-
-    def _send_what_it_takes(self, params: Sequence[tuple[str, str]]) -> None:
-        if self._takes(dict(params)):
-            return
-        if len(params) > 1:
-            self._send_what_it_takes(params[: len(params) // 2])
-            self._send_what_it_takes(params[len(params) // 2 :])
-            return
-        [(key, value)] = params
-        self._warn(
-            f"parameter {key}",
-            f"MLflow refuses the parameter {key!r} = {value[:80]!r} ({self._refusal}); it stands only in "
-            "hyperparameters.yaml among the run's artifacts.",
+    def _submit_text(self, name: str, artifact: Callable[[], TextArtifact], *, replaces: str | None = None) -> None:
+        """Have a text uploaded; it is made on the background thread, each time that it is needed."""
+        self._background.submit(
+            name,
+            lambda: log_text(self._client, self._run_id, artifact()),
+            replaces=replaces,
+            note=lambda: outbox_of(artifact()),
         )
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags, as far as they are not set yet."""
-        self._background.submit("tags", lambda: self._send_tags(tags))
-
-    def _send_tags(self, tags: Mapping[str, str]) -> None:
-        changed = [(key, value) for key, value in tags.items() if self._tags.get(key) != value]
-        for start in range(0, len(changed), _MAX_BATCH_TAGS):
-            batch = dict(changed[start : start + _MAX_BATCH_TAGS])
-            self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in batch.items()])
-            self._tags |= batch
+        self._background.submit("tags", lambda: self._values.send_tags(tags), note=lambda: Outbox(tags=tags))
 
     def log_config(self, trainer: Trainer) -> None:
         """Keep LightningCLI's whole configuration, if the Trainer was made by it."""
@@ -179,32 +143,38 @@ class RunRecords:
                 self._warn("config", f"The configuration cannot be kept with the run: {error}")
                 continue
             artifact = config_artifact(text, self._attempt)
-            self._background.submit(
-                artifact.path,
-                lambda artifact=artifact: log_text(self._client, self._run_id, artifact),  # type: ignore[misc]
-            )
+            self._submit_text(artifact.path, lambda artifact=artifact: artifact)  # type: ignore[misc]
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def note_checkpoint(self, callback: ModelCheckpoint) -> None:
         """Note what a callback has saved, and upload it if the user wants it."""
         self._sightings.append((look_at(callback), time.time()))
-        self._background.submit("the checkpoints' list", self._send_checkpoints, replaces="checkpoints")
-        for upload in self._uploads.after_save(callback):
+        self._background.submit(
+            "the checkpoints' list", self._send_checkpoints, replaces="checkpoints", note=self._note_of_checkpoints
+        )
+        self._upload(self._uploads.after_save(callback))
+
+    def _upload(self, uploads: Sequence[CheckpointUpload]) -> None:
+        for upload in uploads:
             self._background.submit(
                 f"checkpoint {upload.path}",
                 lambda upload=upload: upload.send(self._client, self._run_id),  # type: ignore[misc]
                 replaces=upload.path,
+                note=upload.outbox,
             )
 
     def note_resumed(self, path: str) -> None:
         """Note the checkpoint that training resumes from."""
         self._sightings.append((path, time.time()))
-        self._background.submit("a checkpoint's record", self._take_sightings)
+        self._background.submit("a checkpoint's record", self._take_sightings, note=self._note_of_checkpoints)
 
     def _take_sightings(self) -> None:
-        while self._sightings:
-            seen, seconds = self._sightings.popleft()
+        while True:
+            try:
+                seen, seconds = self._sightings.popleft()
+            except IndexError:  # all are taken, perhaps by the other thread
+                return
             if isinstance(seen, str):
                 self._history.add_path(seen, seconds=seconds)
             else:
@@ -212,8 +182,12 @@ class RunRecords:
 
     def _send_checkpoints(self) -> None:
         self._take_sightings()
-        self._send_tags(self._history.tags())
+        self._values.send_tags(self._history.tags())
         log_text(self._client, self._run_id, self._history.artifact())
+
+    def _note_of_checkpoints(self) -> Outbox:
+        self._take_sightings()
+        return Outbox(tags=self._history.tags()).plus(outbox_of(self._history.artifact()))
 
     # ---- what went wrong ---------------------------------------------------------------------------------------------
 
@@ -221,18 +195,13 @@ class RunRecords:
         """Keep values that are not finite, as an artifact. On the writer's thread."""
         self._events += events[: _MAX_EVENTS - len(self._events)]
         artifact = events_artifact(self._events, self._attempt)
-        self._background.submit(
-            artifact.path, lambda: log_text(self._client, self._run_id, artifact), replaces=artifact.path
-        )
+        self._submit_text(artifact.path, lambda: artifact, replaces=artifact.path)
 
     def finish(self, spool_folder: Path) -> None:
         """Send what is due at the end: refused points, and checkpoints' files."""
-        for upload in self._uploads.at_end():
-            self._background.submit(
-                f"checkpoint {upload.path}",
-                lambda upload=upload: upload.send(self._client, self._run_id),  # type: ignore[misc]
-                replaces=upload.path,
-            )
+        self._upload(self._uploads.at_end())
         self._background.submit(
-            "refused points", lambda: log_set_aside(self._client, self._run_id, spool_folder, self._attempt)
+            "refused points",
+            lambda: log_set_aside(self._client, self._run_id, spool_folder, self._attempt),
+            note=lambda: set_aside_outbox(spool_folder, self._attempt),
         )

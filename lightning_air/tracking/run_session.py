@@ -5,8 +5,10 @@ From then on nothing waits: metrics go through the tracker, all else through one
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +24,16 @@ from lightning_air.tracking.attempts import ResumePoint
 from lightning_air.tracking.autolog import Autolog, settle_autolog
 from lightning_air.tracking.background import Background
 from lightning_air.tracking.charging import BEFORE, charges_of, writer_tag
+from lightning_air.tracking.ending import ending_now, tell_end
 from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.full_record import send_record
 from lightning_air.tracking.leftovers import send_leftovers
 from lightning_air.tracking.logger_options import LoggerOptions
+from lightning_air.tracking.metric_names import examples
+from lightning_air.tracking.node_output import NodeOutput
 from lightning_air.tracking.opening import Opened, trouble_reaching, world_of
+from lightning_air.tracking.outbox import OUTPUT_FOLDER, Addressed, Outbox, read_outbox, write_outbox
+from lightning_air.tracking.outbox_sending import send_outbox
 from lightning_air.tracking.run_records import RunRecords
 from lightning_air.tracking.run_tags import run_tags
 from lightning_air.tracking.summary import RunPlace, end_text, start_text
@@ -82,7 +89,7 @@ class RunSession:
         self._say = say
         self._launch, self._job = options.launch, detect_job_run()
         self.has_met = self._is_over = self._is_complete = False
-        self.is_told = False
+        self.is_told = self._is_refused = False
         self._resumed: str | None = None
         self._trainer: Trainer | None = None  # that trains; not one that only evaluates
         self._is_first = earlier is None
@@ -99,7 +106,9 @@ class RunSession:
             job=self._job,
         )
         self._rolled_back = run.tags.get(attempts.ROLLED_BACK_TAG)
-        self.background = Background("lightning-air-mlflow", warn=warn)
+        self.background = Background("lightning-air-mlflow", warn=warn, on_trouble=self._keep_outbox)
+        self._outbox_lock = threading.Lock()
+        self._extra = Outbox()  # what is not the background's to send
         self._leftovers = Background("lightning-air-leftovers", warn=warn)  # of its own: they may take long
         mine = state if state is not None and state.get("run_id") == run.run_id else None
         self.records: RunRecords = self._new_records(state) if earlier is None else earlier.records
@@ -130,9 +139,37 @@ class RunSession:
                     f"a run of its own (run_id), or wait until the other has ended. {error}"
                 ) from error
             raise
+        self._take_over_outbox()
         if earlier is not None:
             self.records.reopen(run, self.background)
-            self.background.submit("the run's status", self._say_running)
+            self.background.submit("the run's status", self._say_running, note=Outbox)
+
+    def _take_over_outbox(self) -> None:
+        """Have sent what an earlier attempt or stage has left of this run, but for its end, which is over."""
+        try:
+            found = read_outbox(self.tracker.folder)
+            if found is None:
+                return
+            left = replace(found, outbox=replace(found.outbox, ending=None))
+            write_outbox(self.tracker.folder, left)
+        except (OSError, ValueError) as error:
+            self._warn("outbox", f"What an earlier attempt has left of the run {self.run_id} is not sent: {error}")
+            return
+        self.background.submit(
+            "what an earlier attempt has left",
+            lambda: send_outbox(self.tracker.folder, left, self._client, warn=self._warn),
+            note=lambda: left.outbox,
+        )
+
+    def _keep_outbox(self) -> None:
+        """Put on the disk what the server has not been told, for the next attempt. On any thread."""
+        with self._outbox_lock:
+            outbox = self.background.outbox().plus(self._extra)
+            addressed = Addressed(run_id=self.run_id, tracking_uri=self.tracking_uri, outbox=outbox)
+            try:
+                write_outbox(self.tracker.folder, addressed)
+            except OSError as error:
+                self._warn("outbox", f"What the server has not been told cannot be kept for later: {error}")
 
     def _say_running(self) -> None:
         if not self._is_over:  # as when it could not be said for the whole stage
@@ -313,6 +350,7 @@ class RunSession:
             f"the full record of metrics ({folder})",
             lambda: send_record(self._client, self.run_id, folder),
             replaces="record",
+            note=lambda: Outbox(has_record=True),
         )
 
     # ---- logging -----------------------------------------------------------------------------------------------------
@@ -385,31 +423,61 @@ class RunSession:
             self._leftovers.close(max(0.0, deadline - time.monotonic()))
             if self.choice.ends == "when_done":
                 self.end(status, deadline_seconds=max(1.0, deadline - time.monotonic()))
-        is_known = self.is_told or self.choice.ends != "when_done"
+        self._keep_outbox()
         self._say(
             end_text(
                 self._place,
-                status=status if is_known else f"{status}, which the server does not know yet",
+                status=self._said_of(status),
                 stats=self.tracker.stats,
                 budget=self.tracker.plan(),
                 seconds_blocked=self.seconds_blocked,
                 best=self.records.best_checkpoint,
-                uploads_left=self.background.left,
+                kept=self.background.kept,
+                lost=self.background.lost,
             )
         )
-        if not self._is_complete:
+        left = [] if self._is_complete else ["metrics"]
+        left += self.background.kept
+        left += [] if self._extra.ending is None else ["its end"]
+        if left:
             self._warn(
                 "pending",
-                f"Metrics of the run {self.run_id} have not all reached the server. The rest is kept in "
-                f"{self.tracker.folder}: the next attempt on this machine sends it, or `lightning-air replay "
-                f"{self.tracker.folder}`.",
+                f"The run {self.run_id} has not got all yet ({examples(left)}). It is kept in {self.tracker.folder}: "
+                f"the next attempt on this machine sends it, or `lightning-air replay {self.tracker.folder}`.",
             )
 
+    def _said_of(self, status: str) -> str:
+        """Say how the run has ended, as far as that is known."""
+        if self.choice.ends == "never":
+            return f"training {status}; the run is ended by whoever started it"
+        if self.choice.ends == "at_exit":
+            return f"training {status}; the run ends with this process"
+        if self._is_refused:
+            return f"{status}, which the server refuses"
+        return status if self.is_told else f"{status}, which the server does not know yet"
+
     def end(self, status: str, *, deadline_seconds: float) -> None:
-        """Tell the server how the run has ended; `is_told` says whether it knows."""
-        ending = Background("lightning-air-end", warn=self._warn)  # of its own: uploads may take long
-        ending.submit("the run's end", lambda: self._client.set_terminated(self.run_id, status))
-        self.is_told = ending.close(deadline_seconds)
+        """Tell the server how the run has ended; `is_told` says whether it knows. If not, the outbox has it."""
+        ending = ending_now(status)
+        self.is_told, self._is_refused = tell_end(
+            self._client, self.run_id, ending, deadline_seconds=deadline_seconds, warn=self._warn
+        )
+        if self.is_told and self._extra.ending is None:
+            return
+        self._extra = replace(self._extra, ending=None if self.is_told else ending)
+        self._keep_outbox()
+
+    def keep_output(self, output: NodeOutput) -> None:
+        """Put what this node has printed, and the server has not got, beside what else it has not got."""
+        with self._outbox_lock:  # or an empty outbox would take the copies with it
+            try:
+                paths = output.copy_into(self.tracker.folder / OUTPUT_FOLDER)
+            except OSError as error:
+                self._warn("output", f"The output of this node is not kept with the run: {error}")
+                return
+            files = tuple((str(path.absolute()), output.folder) for path in paths)
+            self._extra = self._extra.plus(Outbox(files=files))
+        self._keep_outbox()
 
 
 def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:

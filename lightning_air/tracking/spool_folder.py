@@ -10,11 +10,11 @@ from typing import Any
 from lightning_air.tracking.charging import new_writer
 from lightning_air.tracking.points import Point
 from lightning_air.tracking.segments import segment_numbers, segment_path
+from lightning_air.tracking.whole_file import SCRATCH_SUFFIX, write_whole
 
 PROGRESS_NAME = "progress.json"
 SET_ASIDE_NAME = "set_aside.jsonl"
 RUN_NAME = "run.json"
-_SCRATCH_SUFFIX = ".new"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,6 @@ def read_run_info(folder: Path) -> RunInfo:
         ) from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a small file; whoever reads it finds the old one or the new one, also after a SIGKILL."""
-    scratch = path.with_name(path.name + _SCRATCH_SUFFIX)
-    # Only the user's: a tracking URI may hold a password.
-    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-        file.write(text)
-    scratch.replace(path)
-
-
 def noted_segment(folder: Path) -> int:
     """Return the number of the segment that the folder's progress points at; 0 if it says none.
 
@@ -109,7 +100,7 @@ def remove_folder(folder: Path) -> None:
     Raises:
         OSError: If it cannot be deleted.
     """
-    scratch = [folder / (name + _SCRATCH_SUFFIX) for name in (PROGRESS_NAME, RUN_NAME)]
+    scratch = [folder / (name + SCRATCH_SUFFIX) for name in (PROGRESS_NAME, RUN_NAME)]
     paths = [*(segment_path(folder, number) for number in segment_numbers(folder)), *scratch]
     # The lock last, and what tells whose they are before it.
     for path in (*paths, folder / PROGRESS_NAME, folder / RUN_NAME, folder / "lock"):

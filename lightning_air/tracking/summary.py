@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_air.runtime import JobRun
 from lightning_air.tracking.checkpoint_records import CheckpointRecord
 from lightning_air.tracking.experiment import is_databricks_uri
+from lightning_air.tracking.metric_names import examples
 from lightning_air.tracking.writer import WriterStats
 
 _USER_INFO = re.compile(r"(?<=//)[^/@\s]+@")
@@ -97,7 +98,8 @@ def end_text(
     budget: str,
     seconds_blocked: float,
     best: CheckpointRecord | None = None,
-    uploads_left: Sequence[str] = (),
+    kept: Sequence[str] = (),
+    lost: Sequence[str] = (),
 ) -> str:
     """Return what the user is told when the run ends.
 
@@ -108,7 +110,8 @@ def end_text(
         budget: What is used of it, from `Budget.describe` or `Thinner.plan`.
         seconds_blocked: How long training has waited for the logger.
         best: The best checkpoint; None where there is none.
-        uploads_left: Names of files that did not arrive.
+        kept: Names of what did not arrive, and is sent by the next attempt.
+        lost: Names of what did not arrive, and is not.
     """
     url = run_url(place)
     lines = [f"Run {place.run_name or place.run_id}: {status}{f', {url}' if url is not None else ''}"]
@@ -119,8 +122,10 @@ def end_text(
     lines += _losses(stats)
     if best is not None:
         lines.append(f"Best checkpoint: {best.path}{_score(best)}")
-    if uploads_left:
-        lines.append(f"Not uploaded: {', '.join(uploads_left)}.")
+    if kept:
+        lines.append(f"Kept for the next attempt or `lightning-air replay`: {examples(kept)}.")
+    if lost:
+        lines.append(f"Not done: {examples(lost)}.")
     return "\n".join(lines)
 
 

@@ -9,7 +9,8 @@ the same timestamps, so that what the server has already is not stored twice. No
   least 320 points in either half of the run, wherever it stops, for up to 610 metrics at the default.
 - **Exempt metrics** (validation). Each value is a point, from a reserve. Once half of it is spent, or so little is left
   that the law takes half of it, they are thinned by the same rule; their windows then show the last value, since the
-  mean of several validations is none that was ever measured.
+  mean of several validations is none that was ever measured. A reserve that is used up gets a tenth of what the others
+  have left, again and again, so that a small one costs detail and not the curve.
 - **The cap.** A point is charged before it exists. If nothing is left, values are dropped, counted and warned about.
 """
 
@@ -113,6 +114,7 @@ class Thinner:
         self._steps = Windows(strides, self._aggregates)
         exempt_strides = Strides(limit=self._budget.for_exempt(0), lasting=True, origin=self._step)
         self._exempt = Windows(exempt_strides, ("last",))
+        self._exempt.ask_for_more = self._enlarge_reserve
 
     @property
     def cap(self) -> int:
@@ -276,6 +278,7 @@ class Thinner:
         thinner._num_logged, thinner._num_points = snapshot["logged"], snapshot["points"]
         thinner._steps = Windows.from_snapshot(snapshot["steps"], thinner._aggregates)
         thinner._exempt = Windows.from_snapshot(snapshot["exempt"], ("last",))
+        thinner._exempt.ask_for_more = thinner._enlarge_reserve
         return thinner
 
     def _set_origin(self, step: int) -> None:
@@ -294,6 +297,14 @@ class Thinner:
             self._exempt.add([(key, value)], step, timestamp_ms, points)
             if self._exempt.strides.is_lasting:
                 self._exempt.close(key, points)
+
+    def _enlarge_reserve(self) -> bool:
+        steps, exempt = self._steps.strides, self._exempt.strides
+        if not self._budget.enlarge_reserve(steps.left):
+            return False
+        steps.set_limit(self._budget.for_steps)
+        exempt.set_limit(self._budget.for_exempt(steps.used))
+        return True
 
     def _is_exempt(self, key: str) -> bool:
         is_match = any(fnmatch.fnmatchcase(key, pattern) for pattern in self._exempt_patterns)

@@ -25,6 +25,7 @@ class Windows:
     Attributes:
         strides: Where windows end, and what is left for them.
         key_of: Gives a metric's aspect its key, as `plain_key` does.
+        ask_for_more: Called when nothing is left for a window; returns whether there is more now.
         events: Of values that are not finite; whoever takes them clears the list.
         num_windows: Windows that became points.
         num_thinned: Values that such a window held beside its first.
@@ -34,6 +35,7 @@ class Windows:
     def __init__(self, strides: Strides, aggregates: tuple[Aggregate, ...]) -> None:
         self.strides = strides
         self.key_of: Callable[[str, str], str] = plain_key
+        self.ask_for_more: Callable[[], bool] = lambda: False
         self.events: list[Event] = []
         self.num_windows = self.num_thinned = self.num_dropped = 0
         self._first, *self._others = aggregates
@@ -158,6 +160,8 @@ class Windows:
             window.is_active = True
             self._set_weight(self._weight + self._weight_of(window))
         end = strides.open(step)
+        if end is None and self.ask_for_more():
+            end = strides.open(step)
         if end is None:
             self.num_dropped += 1
             window.step = window.end = step

@@ -28,7 +28,8 @@ def proxy(server: MlflowServer) -> Iterator[FaultyProxy]:
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command set MLflow's variables in this process, and take them back."""
-    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+    names = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
+    for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -98,7 +99,7 @@ def test_nothing_there_is_wrong_usage(left: Path, capsys: pytest.CaptureFixture[
     for folder in (left, left.parent, left.parent / "none"):
         code, shown, complaints = replay(capsys, folder)
         assert (code, shown) == (2, "")
-        assert f"lightning-air replay: {folder} holds no metrics that are not sent." in complaints
+        assert f"lightning-air replay: {folder} holds nothing that is not sent." in complaints
         assert "spool_dir/<run id>" in complaints
 
 

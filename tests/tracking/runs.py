@@ -25,7 +25,7 @@ from mlflow.entities import Run
 from torch import Tensor
 
 from lightning_air import AirMLflowLogger
-from lightning_air.tracking import artifacts, attempts
+from lightning_air.tracking import artifacts, attempts, ending
 from lightning_air.tracking import logger as logger_module
 from lightning_air.tracking.points import Point
 from tests.kit.trainers import fast_trainer_kwargs
@@ -204,7 +204,12 @@ class Exit(list[Callable[[], object]]):
 @contextmanager
 def new_launch(name: str) -> Iterator[None]:
     """Have the code inside take itself for another process than that before, as far as runs tell."""
-    functions: tuple[Any, ...] = (attempts.attempt_ordinal, attempts.attempt_tags, artifacts.attempt_folder)
+    functions: tuple[Any, ...] = (
+        attempts.attempt_ordinal,
+        attempts.attempt_tags,
+        artifacts.attempt_folder,
+        ending.ending_now,
+    )
     before = [function.__defaults__ for function in functions]
     for function in functions:
         defaults = function.__defaults__ or ()

@@ -106,7 +106,7 @@ def test_what_is_for_another_server_or_in_use_or_broken_or_something_else_is_lef
     assert {path.name for path in tmp_path.iterdir()} == {elsewhere, in_use, "broken", "no spool", "file"}
     assert fine in said.text
     assert len(said) == 1
-    assert f"{tmp_path / 'broken'}, left by an earlier attempt, are not sent" in warnings.text
+    assert f"What an earlier attempt has left in {tmp_path / 'broken'} is not sent" in warnings.text
     assert len(warnings) == 1
     assert tracker.close(10)
 
@@ -122,7 +122,8 @@ def test_what_cannot_be_sent_in_time_stays_and_is_said(
     said, warnings = send(proxy, tmp_path)
 
     assert not said
-    assert f"{tmp_path / run_id}, left by an earlier attempt, have not all reached the run {run_id}" in warnings.text
+    shown = f"What an earlier attempt has left in {tmp_path / run_id} has not all reached the run {run_id}"
+    assert shown in warnings.text
     assert "503" in warnings.text
     assert "lightning-air replay" in warnings.text
     proxy.set()

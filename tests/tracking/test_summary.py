@@ -111,7 +111,7 @@ def test_end_when_not() -> None:
         budget="0 of 10M metric steps used",
         seconds_blocked=3_600.0,
         best=CheckpointRecord(path="/c/last.ckpt", saved_seconds=1.0),
-        uploads_left=["logs/node_0/stdout.log"],
+        kept=["logs/node_0/stdout.log"],
     )
     assert text.splitlines() == [
         "Run ab34: FAILED",
@@ -123,5 +123,5 @@ def test_end_when_not() -> None:
             "; 9 records dropped for want of disk space."
         ),
         "Best checkpoint: /c/last.ckpt",
-        "Not uploaded: logs/node_0/stdout.log.",
+        "Kept for the next attempt or `lightning-air replay`: logs/node_0/stdout.log.",
     ]

@@ -71,11 +71,14 @@ def logs(draw: st.DrawFn, max_size: int = 60) -> list[Record]:
 
 @st.composite
 def options(draw: st.DrawFn, least: int = 1, most: int = 400) -> dict[str, Any]:
-    max_metric_steps = draw(st.integers(least, most))
+    # With much left, a small reserve grows.
+    max_metric_steps = draw(st.integers(least, most) | st.integers(100 * most, 200 * most))
     return {
         "step": draw(st.just("auto") | st.integers(1, 20)),
         "max_metric_steps": max_metric_steps,
-        "reserve": draw(st.none() | st.integers(0, max_metric_steps - 1)),
+        "reserve": draw(
+            st.none() | st.integers(0, max_metric_steps - 1) | st.integers(0, min(9, max_metric_steps - 1))
+        ),
         "aggregate": draw(st.permutations(list(NUMPY)).map(lambda names: tuple(names[: len(names) // 2]))),
         "exempt": draw(st.sampled_from([(), ("val*", "test*"), ("*",)])),
         "system": draw(st.integers(0, 300)),
@@ -373,6 +376,19 @@ def test_exempt_metrics_do_not_take_from_the_others_nor_the_others_from_them() -
     assert counts.dropped == 0
     assert thinner._exempt.strides.used <= 100
     assert thinner._steps.strides.used <= 900
+
+
+@pytest.mark.parametrize("reserve", [1, 10])
+def test_a_reserve_that_is_too_small_costs_detail_and_no_values(reserve: int) -> None:
+    thinner = Thinner(reserve=reserve, max_metric_steps=100_000)
+    points = thinned(thinner, per_step(200_000, "loss", "val_loss")) + thinner.flush()
+    assert thinner.counts.dropped == 0
+    assert len(points) <= 100_000
+    for key in ("loss", "val_loss"):
+        steps = steps_of(points, key)
+        assert sum(step >= 100_000 for step in steps) >= 320
+        assert sum(step < 100_000 for step in steps) >= 320
+    assert steps_of(points, "val_loss")[-1] == 199_999
 
 
 def test_without_a_reserve_exempt_metrics_are_thinned_like_the_others() -> None:
