@@ -5,6 +5,7 @@ In this order: the argument, the environment, a default. The default server is t
 script or notebook: `/Users/<user>/<name>` on Databricks, `<name>` elsewhere.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,7 @@ from lightning_air.runtime import Platform
 _NO_SCRIPT = "lightning_air"
 _WORKSPACE = "Workspace"
 _MAX_NAME_LENGTH = 500
+_BARE_ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+):\d+(/.*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,14 @@ def choose_tracking_uri(argument: str | None, platform: Platform, folder: str | 
         argument: What the user passed.
         platform: What the environment says; `mlflow.set_tracking_uri()` leaves its URI there, too.
         folder: Where a local `mlflow.db` is; None is the current directory.
+
+    Raises:
+        ValueError: It looks like a server's address without "http://", which MLflow takes for a kind of store.
     """
     chosen = argument or platform.mlflow_tracking_uri or ("databricks" if platform.is_databricks else None)
+    if chosen is not None and _BARE_ADDRESS.fullmatch(chosen):
+        source = "tracking_uri" if argument else "MLFLOW_TRACKING_URI"
+        raise ValueError(f"{source} must say how to reach the server, got {chosen!r}. Write 'http://{chosen}'.")
     return chosen or f"sqlite:///{Path(folder or '.').expanduser().absolute() / 'mlflow.db'}"
 
 

@@ -89,7 +89,8 @@ def send_leftovers(
             warn(
                 f"leftovers {folder}",
                 f"What an earlier attempt has left in {folder} has not all reached the run {result.run_id}: "
-                f"{result.reason}. It stays there for the next attempt, or for `lightning-air replay`.",
+                f"{result.reason}. It stays there for the next attempt, or for `lightning-air replay`; to give it "
+                "up, delete that folder.",
             )
         elif result.has_told or (result.stats is not None and result.stats.num_sent > num_before):
             say(f"What an earlier attempt had not sent has reached the run {result.run_id} now.")

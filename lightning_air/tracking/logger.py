@@ -324,6 +324,7 @@ class AirMLflowLogger(MLFlowLogger):
         opening = Opening(self._options, self.experiment, self._options.launch, detect_job_run(), warn=self._warn)
         known = self._opened
         if known is None:
+            self._options.check_spool_dir()
             opened = opening.first(state, autolog)
         elif reconsiders and self._earlier is None:
             opened = opening.reconsidered(known, state, autolog)

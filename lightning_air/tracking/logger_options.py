@@ -1,5 +1,6 @@
 """What the user asks of the logger, checked before anything is opened."""
 
+import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from lightning_air.tracking.window import Aggregate
 # Not "lightning-air-…": that is what checkpoints' scratch folders are called, which are swept.
 # Each user has his own: on a machine that several share, the folder of the first one is closed to the others.
 _SPOOLS = f"lightning_air_spool-{os.getuid()}"
+
+_UNITY_CATALOG_LEVELS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,7 @@ class LoggerOptions:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number of seconds, got {value!r}.")
         uri = choose_tracking_uri(tracking_uri, platform)
+        _check_model_name(others["register_model"], in_unity_catalog=is_databricks_uri(uri))
         if experiment_name is not None and is_databricks_uri(uri):
             experiment_name = absolute_experiment_name(experiment_name, user=known_user(platform))
         options = cls(
@@ -134,10 +138,43 @@ class LoggerOptions:
         )
         return RunThinner(thinner, prefix=self.prefix)
 
+    def check_spool_dir(self) -> None:
+        """Make the folder for what is not sent yet, before a run is made that would have none.
+
+        Raises:
+            OSError: It cannot be made or written. A full disk is none: it may have room later.
+        """
+        try:
+            self.spool_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(self.spool_dir, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "you may not write into it")
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                return
+            raise type(error)(
+                error.errno,
+                f"spool_dir={str(self.spool_dir)!r} cannot keep what is not sent yet ({error.strerror}). Pass a folder "
+                "on a local disk that you may write into.",
+            ) from error
+
     @property
     def script(self) -> str:
         """What is being run, for default names."""
         return script_name(sys.argv[0], self.platform.notebook_path)
+
+
+def _check_model_name(name: str | None, *, in_unity_catalog: bool) -> None:
+    """Accept the name of a registered model that MLflow would take; it says so only when training has ended."""
+    if name is None:
+        return
+    if forbidden := set(name) & set("/:'\""):
+        shown = " ".join(sorted(forbidden))
+        raise ValueError(f"register_model must be a model's name without {shown}, got {name!r}.")
+    if in_unity_catalog and len([part for part in name.split(".") if part.strip()]) != _UNITY_CATALOG_LEVELS:
+        raise ValueError(
+            f"register_model must be 'catalog.schema.model' in Unity Catalog, got {name!r}. Write "
+            f"'main.default.{name}'."
+        )
 
 
 def default_spool_dir() -> Path:

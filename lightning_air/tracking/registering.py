@@ -8,7 +8,7 @@ from the hyperparameters that `save_hyperparameters` has put into the checkpoint
 import copy
 import inspect
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -41,14 +41,24 @@ class ModelRegistration:
         module: That was trained.
         callback: That has saved it. What it has under `open_checkpoint` opens its checkpoints; else they are files.
         warn: Told of what the version lacks.
+        say: Told of the version, once it is there.
     """
 
-    def __init__(self, name: str, module: LightningModule, callback: ModelCheckpoint, *, warn: Warn) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: LightningModule,
+        callback: ModelCheckpoint,
+        *,
+        warn: Warn,
+        say: Callable[[str], object] = lambda _: None,
+    ) -> None:
         self._name = name
         self._class = type(module)
         self._blank = None if is_sharded(module) else copy_on_cpu(module)
         self._callback = callback
         self._warn = warn
+        self._say = say
 
     def send(self, client: MlflowClient, run_id: str) -> None:
         """Upload the model into the run, and register it; after a failure it may be called again.
@@ -62,7 +72,7 @@ class ModelRegistration:
             raise ValueError("training has saved no checkpoint")
         source = f"{client.get_run(run_id).info.artifact_uri}/{MODEL_ARTIFACT}"
         if (known := self._version_of(client, source)) is not None:
-            client.set_tag(run_id, REGISTERED_TAG, f"{self._name}/{known}")
+            self._note(client, run_id, known, path)
             return
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch, MODEL_ARTIFACT)
@@ -71,7 +81,11 @@ class ModelRegistration:
         make_registered_model(client, self._name)
         tags = {f"{TAG_PREFIX}checkpoint": path}
         made = client.create_model_version(self._name, source, run_id, tags=tags)
-        client.set_tag(run_id, REGISTERED_TAG, f"{self._name}/{made.version}")
+        self._note(client, run_id, str(made.version), path)
+
+    def _note(self, client: MlflowClient, run_id: str, number: str, path: str) -> None:
+        client.set_tag(run_id, REGISTERED_TAG, f"{self._name}/{number}")
+        self._say(f"Registered version {number} of the model {self._name}, of {path}.")
 
     def _version_of(self, client: MlflowClient, source: str) -> str | None:
         """Return the version that an earlier call has made, whose answer did not arrive."""

@@ -339,7 +339,7 @@ class RunSession:
         from lightning_air.tracking.registering import ModelRegistration  # noqa: PLC0415 - takes a second
 
         rated = next((each for each in callbacks if each.monitor is not None), callbacks[0])
-        registration = ModelRegistration(name, trainer.lightning_module, rated, warn=self._warn)
+        registration = ModelRegistration(name, trainer.lightning_module, rated, warn=self._warn, say=self._say)
         self.background.submit(
             f"the registered model {name}", lambda: registration.send(self._client, self.run_id), replaces="model"
         )

@@ -144,7 +144,7 @@ def _losses(stats: WriterStats) -> list[str]:
         parts.append(f"{' and '.join(over)} dropped by the budget of metric steps, which is used up")
     if stats.num_dropped:
         parts.append(f"{stats.num_dropped:,} records dropped for want of disk space")
-    return [f"Not on the server: {'; '.join(parts) or 'nothing set aside, pending or dropped'}."]
+    return [f"Not on the server: {'; '.join(parts)}."] if parts else ["All of it is on the server."]
 
 
 def _score(record: CheckpointRecord) -> str:

@@ -175,3 +175,14 @@ def test_user_is_asked_for_only_when_needed() -> None:
 )
 def test_user_of_a_notebook(notebook_path: str, user: str | None) -> None:
     assert known_user(platform(DATABRICKS_NOTEBOOK_PATH=notebook_path)) == user
+
+
+@pytest.mark.parametrize("uri", ["localhost:5000", "127.0.0.1:5000", "mlflow.example.com:8080/path"])
+def test_an_address_without_its_scheme_is_refused_with_what_to_write(uri: str) -> None:
+    with pytest.raises(ValueError, match=rf"tracking_uri must say how to reach the server.*Write 'http://{uri}'"):
+        choose_tracking_uri(uri, platform())
+
+
+@pytest.mark.parametrize("uri", ["http://localhost:5000", "databricks://me:scope", "file:///a", "mlruns", "a/b:1"])
+def test_what_is_no_bare_address_is_left_alone(uri: str) -> None:
+    assert choose_tracking_uri(uri, platform()) == uri

@@ -484,7 +484,7 @@ def test_what_is_said(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     assert len(re.findall(r"Run mine: .*/#/experiments/1/runs/\w{32}", text)) == 1
     assert text.count("Run mine: FINISHED") == 2
     assert "0 of 10M metric steps used" in text
-    assert "nothing set aside, pending or dropped" in text
+    assert "All of it is on the server." in text
     assert re.search(r"Best checkpoint: .*step=2\.ckpt", text)
 
 

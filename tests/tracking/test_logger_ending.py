@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_air import AirCheckpoint, AsyncUCCheckpointIO
 from lightning_air.tracking import opening
 from lightning_air.tracking import tails as tails_module
+from lightning_air.tracking.logger_options import LoggerOptions
 from tests.kit.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.kit.mlflow_server import MlflowServer, mlflow_server
 from tests.kit.ranks import run_ranks, values
@@ -188,6 +189,17 @@ def test_the_checkpoint_that_is_saved_at_the_end_is_noted(store: Store, action: 
         )
     assert store.status(logger.run_id) == status
     assert store.tags(logger.run_id)["lightning_air.last_checkpoint"].endswith("step=3.ckpt")
+
+
+@pytest.mark.parametrize("gives_id", [False, True])
+def test_a_fit_that_goes_well_after_one_that_did_not(store: Store, exit_: Exit, gives_id: bool) -> None:
+    given = store.client.create_run("0").info.run_id if gives_id else None
+    logger = make_logger(store, run_id=given)
+    with pytest.raises(OSError, match="the disk is full"):
+        fit(logger, module=Fails())
+    fit(logger, max_steps=2)
+    exit_.run()
+    assert store.status(str(logger.run_id)) == "FINISHED"
 
 
 def test_a_failure_in_a_later_stage_and_a_success_after_it(store: Store) -> None:
@@ -538,8 +550,10 @@ def test_an_end_that_the_server_was_not_told_is_not_shown_as_one(
     proxy.accept()
 
 
-def test_a_spool_that_cannot_be_made_is_an_error_and_leaves_no_run_behind(store: Store) -> None:
-    Path("spool").write_text("a file")
+def test_a_spool_that_breaks_when_the_run_is_made_is_an_error_and_leaves_no_run_that_is_running(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoggerOptions, "check_spool_dir", lambda _: Path("spool").write_text("a file"))
     with pytest.raises(OSError, match="spool"):
         fit(make_logger(store), max_steps=1)
     assert store.only_run("runs").info.status == "FAILED"

@@ -139,6 +139,12 @@ def test_it_can_be_sent_to_another_process(store: Store) -> None:
         ({"spool_dir": ""}, r"spool_dir must be"),
         ({"experiment_name": "llama", "tracking_uri": "databricks"}, r"experiment_name must be the absolute path"),
         ({"artifact_location": 3}, r"artifact_location must be"),
+        ({"tracking_uri": "localhost:5000"}, r"tracking_uri must say how .*Write 'http://localhost:5000'"),
+        ({"register_model": "a/b:c"}, r"register_model must be a model's name without / :, got 'a/b:c'"),
+        (
+            {"register_model": "digits", "tracking_uri": "databricks", "experiment_name": "/Users/me/a"},
+            r"register_model must be 'catalog\.schema\.model' .*Write 'main\.default\.digits'",
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -412,3 +418,11 @@ def test_a_module_from_the_other_package_is_none_of_our_business(store: Store) -
     logger.log_graph(LightningModule())
     logger.log_graph(object())  # type: ignore[arg-type]
     assert list(Path().iterdir()) == []
+
+
+def test_a_spool_dir_that_cannot_be_is_an_error_before_a_run_is_made(store: Store) -> None:
+    Path("taken").write_text("a file")
+    logger = make_logger(store, spool_dir="taken/spool")
+    with pytest.raises(OSError, match=r"spool_dir='taken/spool' cannot keep what is not sent yet .*Pass a folder"):
+        fit(logger, max_steps=1)
+    assert store.client.get_experiment_by_name("runs") is None

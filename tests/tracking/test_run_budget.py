@@ -90,5 +90,5 @@ def test_the_end_says_what_the_budget_has_dropped(store: Store, caplog: pytest.L
         logger.finalize()
 
     assert "dropped by the budget of metric steps, which is used up" in caplog.text
-    assert "nothing set aside" not in caplog.text
+    assert "All of it is on the server" not in caplog.text
     assert 0 < len(store.points(logger.run_id or "")) <= 3

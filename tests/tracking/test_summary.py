@@ -89,7 +89,7 @@ def test_end_when_all_is_well() -> None:
     assert text.splitlines() == [
         "Run quick-owl: FINISHED, https://mlflow.test/#/experiments/12/runs/ab34",
         "Metrics: 12,345 points sent, 1,000 values thinned; 12.3k of 10M metric steps used; training waited 0.46 s.",
-        "Not on the server: nothing set aside, pending or dropped.",
+        "All of it is on the server.",
         "Best checkpoint: /c/step=8.ckpt (val_loss 0.25, step 8)",
     ]
 

@@ -76,9 +76,7 @@ def options(draw: st.DrawFn, least: int = 1, most: int = 400) -> dict[str, Any]:
     return {
         "step": draw(st.just("auto") | st.integers(1, 20)),
         "max_metric_steps": max_metric_steps,
-        "reserve": draw(
-            st.none() | st.integers(0, max_metric_steps - 1) | st.integers(0, min(9, max_metric_steps - 1))
-        ),
+        "reserve": draw(st.none() | st.integers(0, max_metric_steps - 1) | st.just(min(9, max_metric_steps - 1))),
         "aggregate": draw(st.permutations(list(NUMPY)).map(lambda names: tuple(names[: len(names) // 2]))),
         "exempt": draw(st.sampled_from([(), ("val*", "test*"), ("*",)])),
         "system": draw(st.integers(0, 300)),
