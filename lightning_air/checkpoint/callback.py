@@ -179,7 +179,7 @@ class AirCheckpoint(ModelCheckpoint):
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined] # set by a connector
             return
         io = self._io(trainer)
-        self._keeping.start(look_together(trainer, folder, only_ours=io is not None))
+        self._keeping.start(look_together(trainer, folder, only_ours=io is not None, monitor=self.monitor))
         if io is not None:
             io.begin()
         if io is not None and (orphans := self._keeping.orphans(ORPHAN_AGE_SECONDS)) and trainer.is_global_zero:
@@ -327,6 +327,7 @@ class AirCheckpoint(ModelCheckpoint):
         if self._last_global_step_saved == trainer.global_step and self._last_checkpoint_saved:
             self._rename(filepath, self._last_checkpoint_saved)
             self._keeping.score(self._last_checkpoint_saved, self.best_k_models.get(self._last_checkpoint_saved))
+            self._note_scores(trainer)
             self._delete_what_may_go(trainer)
             return
         self._keeping.begin(filepath, trainer.global_step, self.best_k_models.get(filepath))
@@ -410,11 +411,25 @@ class AirCheckpoint(ModelCheckpoint):
         self._rename(asked, path)
         if self.monitor is None:
             self.best_model_path = path
+        self._note_scores(trainer)
         self._delete_what_may_go(trainer)
         if trainer.is_global_zero:
             shown = self._as_published(path)
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(shown)
+
+    def _note_scores(self, trainer: Trainer) -> None:
+        """Note the scores beside the checkpoints: one that was rated after it was saved does not hold its own."""
+        io = self._io(trainer)
+        if self.monitor is None or not trainer.is_global_zero or not (scores := self._keeping.scores()):
+            return
+        if io is not None:
+            io.note_scores(str(self.dirpath), self.monitor, scores)
+            return
+        try:
+            Shelf().note_scores(str(self.dirpath), self.monitor, scores)
+        except OSError as error:
+            rank_zero_warn(f"How good the checkpoints in {self.dirpath} are could not be noted there: {error}")
 
     def _delete_what_may_go(self, trainer: Trainer) -> None:
         io = self._io(trainer)

@@ -7,7 +7,7 @@ Lightning calls a CheckpointIO on rank 0 only, and rank 0 does all of it.
 import atexit
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -201,6 +201,16 @@ class AsyncUCCheckpointIO(CheckpointIO):
             link: Make a symbolic link where the file system has them; otherwise, and elsewhere, a small file.
         """
         self._saver_now().point(parse_place(pointer).root, link=link)
+
+    def note_scores(self, folder: str, monitor: str, scores: Mapping[str, float]) -> None:
+        """Note how good the checkpoints in a folder are, beside them, in the background.
+
+        Args:
+            folder: Of the checkpoints.
+            monitor: The metric that they were rated by.
+            scores: By the checkpoints' names.
+        """
+        self._saver_now().note_scores(folder, monitor, scores)
 
     def discard(self, paths: Sequence[str]) -> None:
         """Delete exactly these checkpoints, once the saves begun before are published; never the one resumed from."""

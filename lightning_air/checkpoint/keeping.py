@@ -7,8 +7,14 @@ from typing import Literal
 
 from torch import Tensor
 
+from lightning_air.checkpoint import places
 from lightning_air.checkpoint.latest import list_checkpoints
+from lightning_air.checkpoint.reading import ask
 from lightning_air.checkpoint.retention import Candidate, orphans, to_delete
+from lightning_air.checkpoint.retry import Patience
+from lightning_air.checkpoint.scores import read_scores
+
+_ASK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,19 +55,28 @@ class Keeping:
         self.begun: set[str] = set()
 
     @staticmethod
-    def look(folder: str, *, only_ours: bool) -> list[Known]:
+    def look(folder: str, *, only_ours: bool, monitor: str | None = None) -> list[Known]:
         """Return what lies in a folder.
 
         Args:
             folder: Where checkpoints go.
             only_ours: Leave out published checkpoints of other programs, which then neither count nor go: a model to
                 start from, or what an earlier job has left.
+            monitor: The metric whose scores, as noted beside the checkpoints, count.
 
         Raises:
             OSError: If it cannot be listed.
         """
+        store = places.open_store(folder)
+        scores = {} if monitor is None else ask(store, lambda: read_scores(store, monitor), Patience(_ASK_SECONDS))
         return [
-            Known(found.path, found.step or 0, found.created_seconds, found.has_metadata or found.is_file)
+            Known(
+                path=found.path,
+                step=found.step or 0,
+                created_seconds=found.created_seconds,
+                is_published=found.has_metadata or found.is_file,
+                score=scores.get(found.name),
+            )
             for found in list_checkpoints(folder)
             if not only_ours or found.manifest is not None or not (found.has_metadata or found.is_file)
         ]
@@ -89,8 +104,8 @@ class Keeping:
     def orphans(self, min_age_seconds: float) -> list[str]:
         """Return what killed saves have left, and forget it."""
         names = orphans(self._candidates(), now=time.time(), min_age_seconds=min_age_seconds, in_flight=set())
-        for name in names:
-            del self._known[name]
+        for each in names:
+            del self._known[each]
         return names
 
     def begin(self, path: str, step: int, score: Tensor | None) -> None:
@@ -102,6 +117,11 @@ class Keeping:
         """Note how good a checkpoint is."""
         if path in self._known:
             self._known[path] = replace(self._known[path], score=_number(score))
+
+    def scores(self) -> dict[str, float]:
+        """Return the scores of what is published or on its way, by the names in the folder."""
+        known = [each for each in self._known.values() if each.is_published or each.path in self.begun]
+        return {places.name(each.path): each.score for each in known if each.score is not None}
 
     def publish(self, asked: str, path: str) -> None:
         """Note that a save is published, perhaps under another name."""
@@ -142,8 +162,8 @@ class Keeping:
             keep_best=scored if keep_best < 0 else keep_best,
             mode=self._mode,
         )
-        for name in names:
-            del self._known[name]
+        for each in names:
+            del self._known[each]
         return names
 
     def _candidates(self) -> list[Candidate]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from lightning_air.checkpoint.background import Failure, Outcome, SaveJob, save_together
 from lightning_air.checkpoint.holdings import OwnShare, own_share
 from lightning_air.checkpoint.lightning_form import StoredForm, take_apart
+from lightning_air.checkpoint.places import name
 from lightning_air.checkpoint.publishing import Details, meta_bytes
 from lightning_air.checkpoint.ranks import Ranks
 from lightning_air.checkpoint.shelf import Shelf
@@ -315,6 +316,12 @@ class Saver:
         if self._ranks.global_rank == 0:
             self._submit(lambda: self._point(pointer, link=link))
 
+    def note_scores(self, folder: str, monitor: str, scores: Mapping[str, float]) -> None:
+        """Note how good the checkpoints in a folder are, beside them, once the save under way has ended."""
+        asked = None if self._pending is None else name(self._pending.job.path)
+        if self._ranks.global_rank == 0:
+            self._submit(lambda: self._note_scores(folder, monitor, dict(scores), asked))
+
     def sweep(self, folders: Sequence[str]) -> None:
         """Delete what killed saves have left in these folders."""
         if self._ranks.global_rank == 0:
@@ -389,6 +396,14 @@ class Saver:
             self._shelf.point(pointer, self._last_published, link=link)
         except Exception as error:  # noqa: BLE001 - as above
             self._unsaid.append(f"{pointer} could not be written: {error}")
+
+    def _note_scores(self, folder: str, monitor: str, scores: dict[str, float], asked: str | None) -> None:
+        if asked is not None and (score := scores.pop(asked, None)) is not None and not self._has_last_failed:
+            scores[name(self._last_published or asked)] = score  # it may have been published under another name
+        try:
+            self._shelf.note_scores(folder, monitor, scores)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._unsaid.append(f"How good the checkpoints in {folder} are could not be noted there: {error}")
 
     def _say(self) -> None:
         """Warn of what went wrong on the worker; where warnings are errors, a warning there would end it."""

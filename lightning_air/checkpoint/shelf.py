@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from lightning_air.checkpoint.latest import list_checkpoints
@@ -17,6 +17,7 @@ from lightning_air.checkpoint.places import join, name, open_store, parent, pars
 from lightning_air.checkpoint.pointer import resolve_pointer, write_pointer
 from lightning_air.checkpoint.reading import ask
 from lightning_air.checkpoint.retry import Patience
+from lightning_air.checkpoint.scores import write_scores
 from lightning_air.checkpoint.store import METADATA_NAME, Store
 
 _GENERATION = re.compile(r"(?P<stem>.+)@(?P<number>[1-9][0-9]*)(?P<suffix>\.[^.@]*)?")
@@ -123,6 +124,11 @@ class Shelf:
         if _ask(folder, lambda: folder.num_bytes(name(path))) is not None:
             _ask(folder, lambda: folder.delete(name(path)))
         _ask(folder, lambda: folder.delete_folder(name(path)))
+
+    def note_scores(self, folder: str, monitor: str, scores: Mapping[str, float]) -> None:
+        """Note how good checkpoints are, beside them."""
+        store = self.open_store(folder)
+        _ask(store, lambda: write_scores(store, monitor, scores))
 
     def point(self, pointer: str, target: str, *, link: bool) -> None:
         """Let a path stand for a published checkpoint beside it, by a link where there are links, else by a file."""

@@ -111,13 +111,14 @@ def check_same_start(trainer: Trainer, found: str | None, dirpath: str) -> None:
         )
 
 
-def look_together(trainer: Trainer, folder: str, *, only_ours: bool) -> list[Known]:
+def look_together(trainer: Trainer, folder: str, *, only_ours: bool, monitor: str | None) -> list[Known]:
     """Return what lies in a folder, on every rank, if it can be written to. Collective: every rank calls this.
 
     Args:
         trainer: Whose ranks they are.
         folder: Where checkpoints go.
         only_ours: As for `Keeping.look`.
+        monitor: As for `Keeping.look`.
 
     Raises:
         OSError: On every rank, with what is wrong with the place.
@@ -128,7 +129,7 @@ def look_together(trainer: Trainer, folder: str, *, only_ours: bool) -> list[Kno
         store = open_store(folder)  # on every rank: a node may lack the mount, or the package for the Files API
         if trainer.is_global_zero:
             check_writable(store)
-            found = Keeping.look(folder, only_ours=only_ours)
+            found = Keeping.look(folder, only_ours=only_ours, monitor=monitor)
     except Exception as raised:  # noqa: BLE001 - raised below, on every rank
         error = raised
     told, found = trainer.strategy.broadcast((None if error is None else str(error), found))

@@ -17,6 +17,7 @@ from unittest import mock
 import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_air import AirCheckpoint, latest_checkpoint
@@ -442,3 +443,51 @@ def test_what_killed_saves_left_is_swept_when_it_is_old(strategy: str, num_ranks
     assert sorted(os.listdir(tmp_path / "run")) == left  # noqa: PTH208 - names are asked for
     messages = [result.output.count("2 unfinished checkpoint(s) of killed saves") for result in results]
     assert messages == [1] + [0] * (num_ranks - 1)
+
+
+# ---- what was rated after it had been saved --------------------------------------------------------------------------
+
+
+class Breaks(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise OSError("the node is gone")
+
+
+def train_with_scores(io: str, strategy: str, num_ranks: int, scores: list[float], breaks: int = -1) -> dict[str, Any]:
+    """Save each fourth step, validate right after it, keep the newest and the best."""
+    checkpoint = AirCheckpoint(
+        "run", "4steps", monitor="score", keep_last=1, exception_timeout=0, save_on_train_epoch_end=False
+    )
+    options = {"limit_val_batches": 1, "val_check_interval": 4, "max_steps": 16}
+    trainer = make_trainer(strategy, io, checkpoint, Breaks(breaks), num_ranks=num_ranks, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(no last checkpoint available|is not saved)")
+        try:
+            fit(trainer, Scored(scores), ckpt_path="last")
+        except OSError:
+            assert trainer.global_step == breaks
+            if dist.is_initialized():
+                dist.barrier()  # rank 0 has then published what was under way
+    scored = {Path(path).name: float(score) for path, score in checkpoint.best_k_models.items()}
+    return {"best": Path(checkpoint.best_model_path).name, "scores": scored, "left": steps("run")}
+
+
+def crash_and_resume(io: str, strategy: str, num_ranks: int) -> list[dict[str, Any]]:
+    """Crash behind a validation whose score is in no checkpoint, go on with worse ones."""
+    first = train_with_scores(io, strategy, num_ranks, [1.0, 0.0], breaks=5)
+    return [first, train_with_scores(io, strategy, num_ranks, [5.0, 6.0, 7.0])]
+
+
+@pytest.mark.parametrize(
+    ("io", "strategy", "num_ranks"),
+    [("ours", "single", 1), ("lightning's", "single", 1), ("ours", "air ddp", 2), ("ours", "stock ddp", 2)],
+)
+def test_the_score_of_what_is_resumed_from_is_not_forgotten(io: str, strategy: str, num_ranks: int) -> None:
+    for first, second in values(run_ranks(crash_and_resume, num_ranks, args=(io, strategy, num_ranks))):
+        assert first["best"] == second["best"] == "epoch=0-step=4.ckpt"
+        assert second["scores"] == {"epoch=0-step=4.ckpt": 1.0}
+        assert second["left"] == [4, 16]

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_air.checkpoint.keeping import Keeping, Known
+from lightning_air.checkpoint.local_store import LocalStore
+from lightning_air.checkpoint.scores import SCORES_NAME, read_scores, write_scores
 from lightning_air.checkpoint.store import METADATA_NAME
 from tests.checkpoint.samples import save_ours, save_stock
 
@@ -147,3 +149,54 @@ def test_the_best_and_the_newest_are_never_deleted(
         newest = {f"step={each}" for each in range(max(1, step - keep_last + 1), step + 1)}
         assert newest <= left
         assert left == newest | set(made.best(number))
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.dictionaries(st.text(max_size=9), st.floats(allow_nan=False), max_size=5), st.text(max_size=5))
+def test_scores_are_read_as_they_were_written(scores: dict[str, float], monitor: str) -> None:
+    store = LocalStore(Path.cwd())
+    write_scores(store, monitor, scores)
+    assert read_scores(store, monitor) == scores
+    assert read_scores(store, monitor + "2") == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b'{"version": 1, "monitor": "m", "scores": []}',
+        b'{"version": 1, "monitor": "m", "scores": {"a": "b"}}',
+        b'{"version": 1, "monitor": "m", "scores": {"a": null}}',
+        b"[" * 100_000,
+        b" " * (2 << 20),
+    ],
+    ids=range(8),
+)
+def test_damaged_scores_are_ignored_and_said(content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / SCORES_NAME).write_bytes(content)
+    assert read_scores(LocalStore(tmp_path), "m") == {}
+    assert f"{SCORES_NAME} is damaged, and ignored" in caplog.text
+
+
+def test_scores_of_another_version_and_those_that_are_no_number_do_not_count(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    assert read_scores(store, "m") == {}
+    write_scores(store, "m", {"a": float("nan"), "b": float("inf")})
+    assert read_scores(store, "m") == {"b": float("inf")}
+    (tmp_path / SCORES_NAME).write_text('{"version": 2, "monitor": "m", "scores": {"a": 1}}')
+    assert read_scores(store, "m") == {}
+
+
+def test_scores_beside_the_checkpoints_count_if_they_are_of_the_same_metric(tmp_path: Path) -> None:
+    save_ours(tmp_path / "step=7", step=7, created_seconds=1000.0)
+    write_scores(LocalStore(tmp_path), "loss", {"step=7": 0.5, "gone": 0.1})
+    [known] = Keeping.look(str(tmp_path), only_ours=True, monitor="loss")
+    assert known.score == 0.5
+    [known] = Keeping.look(str(tmp_path), only_ours=True, monitor="accuracy")
+    assert known.score is None
+    [known] = Keeping.look(str(tmp_path), only_ours=True)
+    assert known.score is None
