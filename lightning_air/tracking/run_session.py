@@ -190,7 +190,7 @@ class RunSession:
         """Have sent what other runs have left, on this machine or in the checkpoint that is resumed from."""
         tail = None if state is None else Tail.of(state)
         self._leftovers.submit(
-            "metrics of earlier attempts",
+            "what earlier attempts have left",
             lambda: send_leftovers(
                 self._options.spool_dir,
                 self.tracking_uri,
@@ -421,9 +421,9 @@ class RunSession:
             # A dead server has had the whole deadline already; what is left gets a moment all the same.
             self.background.close(max(1.0, deadline - time.monotonic()))
             self._leftovers.close(max(0.0, deadline - time.monotonic()))
+            self._keep_outbox()
             if self.choice.ends == "when_done":
                 self.end(status, deadline_seconds=max(1.0, deadline - time.monotonic()))
-        self._keep_outbox()
         self._say(
             end_text(
                 self._place,

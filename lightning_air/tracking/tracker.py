@@ -21,7 +21,7 @@ from lightning_air.tracking.replaying import charged_anew
 from lightning_air.tracking.run_thinner import RunThinner
 from lightning_air.tracking.segments import Position
 from lightning_air.tracking.spool import Spool
-from lightning_air.tracking.spool_folder import RunInfo, read_run_info, remove_folder, write_run_info
+from lightning_air.tracking.spool_folder import RUN_NAME, RunInfo, read_run_info, remove_folder, write_run_info
 from lightning_air.tracking.tails import Tail, copy_tail, lay_down
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.window import Event
@@ -80,6 +80,7 @@ class Tracker:
         self._tracking_uri = tracking_uri
         self._warn = warn
         self._on_events = on_events
+        put_aside_if_damaged(folder, warn)
         if tail is not None and earlier is None and not has_run(folder):
             # In a spool of its own: what it holds is then what another process has left.
             with closing(Spool(folder, warn=warn)) as spool:
@@ -278,6 +279,23 @@ def has_run(folder: Path) -> bool:
     except ValueError:
         return False
     return True
+
+
+def put_aside_if_damaged(folder: Path, warn: Warn) -> None:
+    """Give a folder another name if it has records and does not tell whose: nobody may write over them.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    if has_run(folder) or not (folder / RUN_NAME).exists():
+        return
+    aside = folder.with_name(f"{folder.name}.damaged-{time.time_ns()}")
+    folder.rename(aside)
+    warn(
+        "damaged",
+        f"What an earlier attempt has left of the run {folder.name} cannot be sent: {RUN_NAME} is damaged. It is kept "
+        f"in {aside}.",
+    )
 
 
 def restore_thinner(snapshot: Mapping[str, Any]) -> RunThinner:

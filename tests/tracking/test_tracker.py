@@ -693,3 +693,25 @@ def test_what_can_be_known_of_it(server: MlflowServer, run_id: str, tmp_path: Pa
     assert tracker.close(DEADLINE_SECONDS)
     assert "'c$' as 'c_-" in warnings.text
     assert tracker._thinner.snapshot()["thinner"]["steps"]["strides"]["horizon"] == 1_000
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"run_id": "other"}'], ids=["empty", "cut off", "another form"])
+def test_records_of_which_nobody_knows_whose_they_are_are_put_aside(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path, content: bytes
+) -> None:
+    proxy.refuse()
+    tracker = open_tracker(proxy.url, run_id, tmp_path / "spool")
+    log(tracker, range(3))
+    assert not tracker.close(0.1)
+    (tmp_path / "spool" / RUN_NAME).write_bytes(content)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "spool").iterdir()}
+
+    warnings = Warnings()
+    tracker = open_tracker(server.url, run_id, tmp_path / "spool", warn=warnings)
+    log(tracker, range(3, 5))
+    assert tracker.close(DEADLINE_SECONDS)
+
+    assert not (tmp_path / "spool").exists()
+    [aside] = tmp_path.iterdir()
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+    assert f"{RUN_NAME} is damaged. It is kept in {aside}" in warnings.text
