@@ -182,13 +182,18 @@ class Rank:
 
     # ---- training on -------------------------------------------------------------------------------------------------
 
-    def steps(self, *, overlap: bool) -> dict[str, float]:
-        """Return the median step with no save, and the mean one from a save's call to its publication."""
+    def steps(self, *, overlap: bool, num_rows: int) -> dict[str, Any]:
+        """Return the median step with no save, and by how much saves make steps longer, in rounds of both.
+
+        Args:
+            overlap: As `overlap_copy`.
+            num_rows: In a batch: how long a step is.
+        """
         io = AsyncUCCheckpointIO(overlap_copy=overlap)
         io.connect("ddp")
         layer = torch.nn.Linear(1536, 1536)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
-        batch = torch.randn(384, 1536)
+        batch = torch.randn(num_rows, 1536)
 
         def step() -> float:
             begun = time.perf_counter()
@@ -197,27 +202,26 @@ class Rank:
             optimizer.zero_grad()
             return time.perf_counter() - begun
 
-        for _ in range(5):
+        for _ in range(3):
             step()
         io.save_checkpoint(self.checkpoint(), self.place())  # allocates
         io.settle()
-        alone = statistics.median(step() for _ in range(30))
-        rates = []
-        first = []
-        for _ in range(3):
+        alone, during, first = [], [], []
+        for _ in range(5):
             dist.barrier()
+            alone.append(statistics.median(step() for _ in range(5)))
             begun = time.perf_counter()
             io.save_checkpoint(self.checkpoint(), self.place())
             blocked = time.perf_counter() - begun
-            first.append(blocked + step())
+            first.append((blocked + step()) / alone[-1])
             num_steps = 1
             while io.is_saving:
                 step()
                 num_steps += 1
-            rates.append((time.perf_counter() - begun) / num_steps)
+            during.append((time.perf_counter() - begun) / num_steps / alone[-1])
             io.settle()
         io.teardown()
-        return {"alone": alone, "during": statistics.median(rates), "first": statistics.median(first)}
+        return {"alone": statistics.median(alone), "during": during, "first": first}
 
 
 def _empty(value: Any) -> Any:
@@ -240,7 +244,11 @@ def run(megabytes: int, num_rounds: int, folder: str) -> dict[str, Any]:
             if index:  # the first round allocates
                 rows[kind].append(figures)
     loads = rank.load(num_rounds)
-    steps = {overlap: rank.steps(overlap=overlap) for overlap in (False, True)}
+    steps = {
+        (overlap, num_rows): rank.steps(overlap=overlap, num_rows=num_rows)
+        for num_rows in (384, 6144)
+        for overlap in (False, True)
+    }
     rank.ours.teardown()
     dist.destroy_process_group()
     return {"rows": rows, "loads": loads, "steps": steps}
@@ -287,12 +295,16 @@ def main() -> None:
             f"load: ours, verified {statistics.median(loads['ours']):.2f} s, dcp.load "
             f"{statistics.median(loads['dcp']):.2f} s, ratio {ratio:.3f} ({low:.3f} to {high:.3f})"
         )
-        for overlap, steps in results[0]["steps"].items():
-            alone = steps["alone"]
+        for (overlap, _), steps in results[0]["steps"].items():
             print(
-                f"step: {1e3 * alone:.1f} ms without a save; while one is under way x {steps['during'] / alone:.3f}; "
-                f"the first, with the call itself, x {steps['first'] / alone:.3f} (overlap_copy={overlap})"
+                f"step of {1e3 * steps['alone']:.0f} ms, overlap_copy={overlap}: while a save is under way x "
+                f"{_spread(steps['during'])}; the first, with the call itself, x {_spread(steps['first'])}"
             )
+
+
+def _spread(ratios: list[float]) -> str:
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _ratio(mine: tuple[float, ...], floor: list[tuple[float, float, float]], column: int) -> str:
