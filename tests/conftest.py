@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.kit import guards
 from tests.kit.expected_warnings import EXPECTED_WARNINGS
 from tests.kit.long_grid import is_long
 from tests.kit.nodes import Namespace, namespaces_unavailable, network_namespaces
+
+# A busy machine is no fault of an example's. `make test` tries the same examples each time, `make soak` others.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("soak", deadline=None)
+settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

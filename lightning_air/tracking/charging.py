@@ -139,8 +139,9 @@ class Charge:
             return
         self._read(timeout_seconds)
         if exact < self._own:
+            self._granted = min(self._granted, exact)  # also if the answer does not arrive
             self._set(self.writer, exact, timeout_seconds)
-            self._own = self._granted = exact
+            self._own = exact
         self._tell_people(timeout_seconds)
 
     def _begin(self) -> None:
@@ -166,6 +167,9 @@ class Charge:
         if target > self._stored:
             self._set(self.writer, target)
         others, own = self._read()
+        if own < target:  # it has been lowered, by a request of ours whose answer did not arrive
+            self._set(self.writer, target)
+            others, own = self._read()
         if own < target:
             raise Unreachable(f"The tag {writer_tag(self.writer)} is {own} though the server has taken {target}.")
         granted = max(self._granted, min(target, self._cap - others))

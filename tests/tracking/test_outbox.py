@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 from mlflow.entities import Run
@@ -262,6 +262,7 @@ outboxes = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(outboxes)
 def test_it_is_read_as_it_was_written(outbox: Outbox) -> None:
     addressed = Addressed(run_id="r", tracking_uri="http://server", outbox=outbox)
