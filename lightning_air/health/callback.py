@@ -13,10 +13,13 @@ from typing import Any, final
 from typing_extensions import override
 
 from lightning_air._lightning import Callback, LightningModule, Trainer, all_parts, refuse_other_package
+from lightning_air.health.default_rules import default_rules
 from lightning_air.health.events import EventLog
 from lightning_air.health.history import History
+from lightning_air.health.judge import Judge
 from lightning_air.health.node_watch import NodeWatch, Place
 from lightning_air.health.nodes import OpenStore, open_store
+from lightning_air.health.rules import Rule, check_names
 from lightning_air.runtime import detect_launch
 
 log = logging.getLogger(__name__)
@@ -34,8 +37,10 @@ class GPUHealth(Callback):
 
     Every `poll_seconds` it reads utilisation, memory, temperatures, power, clocks, throttling, memory errors and links
     of every visible GPU, and hears of the driver's errors (XIDs) as they happen. What happens to a GPU is a warning in
-    the log of its node and of rank 0. Every `log_every_seconds`, and once at the end, rank 0 logs about a dozen numbers
-    about all GPUs (`gpu_health/temperature_c/max`, …) through the Trainer's loggers.
+    the log of its node and of rank 0. Rank 0 compares the readings of all nodes with `rules`; what breaks one is an
+    incident, told once with the GPU, its node, the value, since when and what to do, until it is over. Every
+    `log_every_seconds`, and once at the end, rank 0 logs about a dozen numbers about all GPUs
+    (`gpu_health/temperature_c/max`, …) through the Trainer's loggers.
 
     Without NVIDIA's driver it says so once, and logs torch's memory figures and, if psutil is installed, the host's.
 
@@ -45,6 +50,7 @@ class GPUHealth(Callback):
         poll_seconds: The time between two readings; at least 0.1.
         history_seconds: How long readings are kept in memory, for all GPUs on rank 0: 0.7 MB for 8 GPUs and two hours.
         log_every_seconds: The time between two records in the loggers.
+        rules: What is an incident; default: those of `default_rules`, in whose module a table shows them. [] is none.
 
     Raises:
         ValueError: A number is out of its range.
@@ -52,7 +58,12 @@ class GPUHealth(Callback):
     """
 
     def __init__(
-        self, *, poll_seconds: float = 10, history_seconds: float = 7200, log_every_seconds: float = 60
+        self,
+        *,
+        poll_seconds: float = 10,
+        history_seconds: float = 7200,
+        log_every_seconds: float = 60,
+        rules: list[Rule] | None = None,
     ) -> None:
         self.poll_seconds = _seconds("poll_seconds", poll_seconds, _MIN_POLL_SECONDS)
         self.history_seconds = _seconds("history_seconds", history_seconds, poll_seconds)
@@ -62,6 +73,8 @@ class GPUHealth(Callback):
                 f"history_seconds must be at most {_MAX_POLLS:,} times poll_seconds, got {history_seconds} and "
                 f"{poll_seconds}. Keep less, or poll less often."
             )
+        self.rules = default_rules() if rules is None else list(rules)
+        check_names(self.rules)
         self._watch: NodeWatch | None = None
         self._history: History | None = None
         self._events: EventLog | None = None
@@ -138,7 +151,10 @@ class GPUHealth(Callback):
             self._history = History(math.ceil(self.history_seconds / self.poll_seconds), self.poll_seconds)
             self._events = EventLog(place.node_rank)
         assert self._events is not None
-        self._watch = NodeWatch(place, poll_seconds=self.poll_seconds, history=self._history, events=self._events)
+        judge = Judge(self.rules, poll_seconds=self.poll_seconds, events=self._events)
+        self._watch = NodeWatch(
+            place, poll_seconds=self.poll_seconds, history=self._history, events=self._events, judge=judge
+        )
         self._watch.start()
         if place.is_rank_zero and trainer.loggers:
             self._next_log_seconds = time.monotonic() + self.log_every_seconds

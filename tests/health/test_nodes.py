@@ -73,6 +73,7 @@ class Node:
         self.events = EventLog(node_rank)
         self.history = History(100, 10.0)
         self.sampler = FakeSampler(self.history, self.events)
+        self.news: list[list[tuple[str, int]]] = []
         self.nodes = Nodes(
             sampler=self.sampler,
             events=self.events,
@@ -82,6 +83,7 @@ class Node:
             reads_all=node_rank == 0,
             poll_seconds=10.0,
             open_store=self.open_store,
+            take_news=lambda rows: self.news.append([(gpu.uuid, gpu.node_rank) for gpu in rows]),
             host=lambda: {"host/cpu_pct/mean": 50.0 * node_rank},
             clock=clock,
         )
@@ -119,6 +121,18 @@ def test_rank_0_sees_the_gpus_of_all_nodes() -> None:
     places = {(gpu.uuid, gpu.node_rank) for gpu in first.history.window().values}
     assert ("GPU-b", 1) in places
     assert ("GPU-c", 1) in places
+
+
+def test_each_reading_of_each_node_is_news_once() -> None:
+    first, second, _ = two_nodes()
+    second.polls(sample("GPU-b"))
+    first.polls(sample("GPU-a"))
+    first.nodes.exchange()
+    second.polls(sample("GPU-b"))
+    first.nodes.exchange()
+    first.store = None
+    first.polls(sample("GPU-a"))
+    assert first.news == [[("GPU-a", 0), ("GPU-b", 1)], [], [("GPU-b", 1)], [("GPU-a", 0)]]
 
 
 def test_a_node_that_is_silent_for_three_polls_is_stale_and_said_so() -> None:
