@@ -3,6 +3,7 @@
 from lightning_air.health.callback import GPUHealth
 from lightning_air.health.default_rules import default_rules
 from lightning_air.health.events import EventLog, HealthEvent
+from lightning_air.health.hangs import HangRule
 from lightning_air.health.history import GpuId, History, Window
 from lightning_air.health.reader import read_gpus
 from lightning_air.health.rules import Rule
@@ -13,6 +14,7 @@ __all__ = [
     "GPUHealth",
     "GPUSample",
     "GpuId",
+    "HangRule",
     "HealthEvent",
     "History",
     "Rule",

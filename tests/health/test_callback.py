@@ -250,7 +250,7 @@ def test_a_watch_that_cannot_start_is_said_and_training_goes_on(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(callback, "NodeWatch", refuse)
+    monkeypatch.setattr(callback, "HealthRun", refuse)
     assert run("fit", GPUHealth(), logger=KeepRecords()).global_step == 8
     assert "GPU health is off." in caplog.text
 
