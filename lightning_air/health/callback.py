@@ -211,7 +211,7 @@ class GPUHealth(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_global_step = trainer.global_step
-        self._progress.pause("at the start of training")
+        self._begin(trainer, "at the start of training")
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -227,7 +227,7 @@ class GPUHealth(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._progress.pause("at the start of a validation")
+        self._begin(trainer, "at the start of a validation")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -235,7 +235,7 @@ class GPUHealth(Callback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._progress.pause("at the start of the test")
+        self._begin(trainer, "at the start of the test")
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -243,11 +243,16 @@ class GPUHealth(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._progress.pause("at the start of the prediction")
+        self._begin(trainer, "at the start of the prediction")
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._progress.pause("at the end of the prediction")
+
+    def _begin(self, trainer: Trainer, where: str) -> None:
+        self._progress.pause(where)
+        if self._run is not None:
+            self._run.meet(trainer.loggers)
 
     # ---- what runs ---------------------------------------------------------------------------------------------------
 
@@ -283,7 +288,6 @@ class GPUHealth(Callback):
             history=self._history,
             events=self._events,
             open_rank_store=_opener(trainer, number, "ranks") if options.watches_ranks else None,
-            loggers=trainer.loggers,
         )
         run.start()
         self._run, self._progress = run, run.progress

@@ -78,7 +78,6 @@ class HealthRun:
         history: Gets the readings; on the first rank of a node.
         events: Get what happens; likewise. None elsewhere.
         open_rank_store: Opens the store in which all ranks meet; None where they cannot.
-        loggers: Of the Trainer; used on rank 0.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class HealthRun:
         history: History | None,
         events: EventLog | None,
         open_rank_store: OpenStore | None,
-        loggers: Sequence[Any] = (),
     ) -> None:
         self.progress = Progress()
         self.stop = StopAgreement(rank.global_rank, rank.world_size, lambda: self.progress.mark.num_batches)
@@ -98,7 +96,7 @@ class HealthRun:
         self._rank = rank
         self._options = options
         self._events = events
-        self._sender = Sender(loggers if place.is_rank_zero else ())
+        self._sender = Sender()
         self._excluded = ExcludedNodes(options.folder, self._sender)
         check_seconds = options.check_seconds
         self._aborting = Aborting(rank.global_rank, rank.world_size, self._leave, check_seconds=check_seconds)
@@ -137,6 +135,10 @@ class HealthRun:
             thread.start()
         if self._node_watch is not None:
             self._node_watch.start()
+
+    def meet(self, loggers: Sequence[Any]) -> None:
+        """Learn to which runs files and tags go; on the thread that trains, once training begins. May be repeated."""
+        self._sender.meet(loggers if self._place.is_rank_zero else ())
 
     def close(self) -> None:
         """End, within twice `CLOSE_SECONDS`. Idempotent."""

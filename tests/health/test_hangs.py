@@ -219,7 +219,7 @@ class Rank:
             HangRule(**{"min_seconds": 10, "multiple_of_step": 20, "pause_seconds": 100, **options}),
             folder,
             tell=lambda *what: self.told.append(what),
-            sender=Sender([]),
+            sender=Sender(),
             leave=self.left.append,
             check_seconds=CHECK,
             gather_seconds=0.0,
