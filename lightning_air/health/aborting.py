@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch.distributed as dist
-
 from lightning_air.health.hang_watch import LEAVE_SECONDS
+from lightning_air.health.patient_store import RankStore
 
 
 class Aborting:
@@ -44,7 +43,7 @@ class Aborting:
         """Have all ranks end. On rank 0; the first reason is kept."""
         self._wanted = self._wanted or reason
 
-    def look(self, store: dist.Store | None, closed: threading.Event) -> None:
+    def look(self, store: RankStore | None, closed: threading.Event) -> None:
         """End this process if it was asked for.
 
         Raises:
@@ -61,11 +60,11 @@ class Aborting:
                 store.set(f"abort/leaves/{self._global_rank}", "1")
             self._leave(reason)
 
-    def say_goodbye(self, store: dist.Store) -> None:
+    def say_goodbye(self, store: RankStore) -> None:
         """Tell rank 0 not to wait for this one."""
         store.set(f"abort/leaves/{self._global_rank}", "1")
 
-    def _tell_others(self, store: dist.Store, reason: str, closed: threading.Event) -> None:
+    def _tell_others(self, store: RankStore, reason: str, closed: threading.Event) -> None:
         store.set("abort/reason", reason)
         others = [f"abort/leaves/{rank}" for rank in range(self._world_size) if rank != self._global_rank]
         deadline = self._clock() + self._wait_seconds

@@ -6,8 +6,8 @@ artifacts. With `abort` every process then leaves a marker and ends: within
 
     limit + check_seconds + GATHER_SECONDS + SEND_SECONDS + LEAVE_SECONDS
 
-of the last mark, where the limit is what `HangRule` says. The thread needs Python's lock: a rank whose loop keeps it,
-or whose process is stopped, does not answer, and that is told by the others.
+of the last mark, where the limit is what `HangRule` says; a store that does not answer adds ANSWER_SECONDS. The thread
+needs Python's lock: a rank whose loop keeps it, or whose process is stopped, does not answer, and the others tell that.
 """
 
 import logging
@@ -18,11 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch.distributed as dist
-
 from lightning_air.health.collectives import pending, recorded_collectives
 from lightning_air.health.hangs import HangRule, RankReport, Verdict, judge
 from lightning_air.health.leaving import ABORT_EXIT_CODE
+from lightning_air.health.patient_store import RankStore
 from lightning_air.health.progress import Progress
 from lightning_air.health.sending import SEND_SECONDS, Sender
 from lightning_air.health.stacks import all_stacks, where_is
@@ -103,7 +102,7 @@ class HangWatch:
         self._seen_number = -1
         self._told_number: int | None = None  # of the mark at which a hang was told
 
-    def look(self, store: dist.Store | None, closed: threading.Event) -> None:
+    def look(self, store: RankStore | None, closed: threading.Event) -> None:
         """See whether the loop goes on here, and whether another rank has found that it does not there.
 
         Args:
@@ -120,7 +119,7 @@ class HangWatch:
         if name is not None:
             self._attend(name, store, closed)
 
-    def say_goodbye(self, store: dist.Store) -> None:
+    def say_goodbye(self, store: RankStore) -> None:
         """Tell the others that this rank's run has ended."""
         store.set(f"gone/{self._place.global_rank}", "1")
 
@@ -136,7 +135,7 @@ class HangWatch:
             self._tell("hang_over", "The run goes on again.", logging.INFO)
         self._told_number, self._seen_number, self._stalled_seconds = None, number, 0.0
 
-    def _hang_here(self, store: dist.Store | None) -> str | None:
+    def _hang_here(self, store: RankStore | None) -> str | None:
         """Return the name of the hang that this rank has found, if it has."""
         if self._rule is None or self._told_number is not None:
             return None
@@ -146,7 +145,7 @@ class HangWatch:
         # Many ranks find it at once; the name of the first holds.
         return name if store is None else store.compare_set(self._key("begun"), "", name).decode()
 
-    def _attend(self, name: str, store: dist.Store | None, closed: threading.Event) -> None:
+    def _attend(self, name: str, store: RankStore | None, closed: threading.Event) -> None:
         number, self._num_hangs = self._num_hangs, self._num_hangs + 1
         self._told_number = self._seen_number
         report = self._report()
@@ -188,7 +187,7 @@ class HangWatch:
         return replace(report, stacks=text)
 
     def _conclude(
-        self, name: str, number: int, own: RankReport, store: dist.Store | None, closed: threading.Event
+        self, name: str, number: int, own: RankReport, store: RankStore | None, closed: threading.Event
     ) -> None:
         """On rank 0: gather what the others say, tell, and act."""
         reports, gone = {0: own}, set[int]()
@@ -227,7 +226,7 @@ class HangWatch:
         number: int,
         reports: dict[int, RankReport],
         gone: set[int],
-        store: dist.Store,
+        store: RankStore,
         closed: threading.Event,
     ) -> None:
         deadline = self._clock() + self._gather_seconds
@@ -242,7 +241,7 @@ class HangWatch:
             if is_complete or self._clock() >= deadline or closed.wait(min(0.2, self._check_seconds)):
                 return
 
-    def _abort(self, number: int, message: str, reports: dict[int, RankReport], store: dist.Store | None) -> None:
+    def _abort(self, number: int, message: str, reports: dict[int, RankReport], store: RankStore | None) -> None:
         if store is not None:
             with suppress(RuntimeError, OSError):
                 store.set(f"hang/{number}/told", message)
@@ -253,7 +252,7 @@ class HangWatch:
         self._leave(message)
 
     def _tell_alone(
-        self, name: str, number: int, report: RankReport, store: dist.Store | None, closed: threading.Event
+        self, name: str, number: int, report: RankReport, store: RankStore | None, closed: threading.Event
     ) -> None:
         """On another rank: give rank 0 the report and, with `abort`, leave with it; or alone, if it does not answer."""
         log.warning("%s. Its stacks are in %s.", report.describe(), self._folder / name)
@@ -272,7 +271,7 @@ class HangWatch:
         if is_abort and not closed.is_set():
             self._leave(message)
 
-    def _wait_for_rank_zero(self, number: int, message: str, store: dist.Store, closed: threading.Event) -> str:
+    def _wait_for_rank_zero(self, number: int, message: str, store: RankStore, closed: threading.Event) -> str:
         deadline = self._clock() + self._gather_seconds + SEND_SECONDS + LEAVE_SECONDS
         while self._clock() < deadline and not closed.is_set():
             if store.check([f"hang/{number}/told"]):

@@ -116,7 +116,8 @@ def describe(incident: Incident, since_seconds: float) -> str:
         found = f"{_describe_signal(rule)} is {value:.6g}{unit}, {side} {rule.threshold:g}{unit}"
     lasted = f", for {incident.bad_seconds:.0f} s" if incident.bad_seconds else ""
     advice = f" {rule.advice}" if rule.advice else ""
-    return f"{_where(incident.gpu)}: {rule.name}: {found}{lasted} (since {since}).{advice}"
+    name = "" if rule.name == rule.signal else f"{rule.name}: "
+    return f"{_where(incident.gpu)}: {name}{found}{lasted} (since {since}).{advice}"
 
 
 def _describe_signal(rule: Rule) -> str:

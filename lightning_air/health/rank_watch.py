@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-import torch.distributed as dist
-
 from lightning_air.health.nodes import OpenStore
+from lightning_air.health.patient_store import ANSWER_SECONDS, PatientStore, RankStore
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +21,10 @@ _RETRY_SECONDS = 5.0
 class Watched(Protocol):
     """Something that has to be looked after."""
 
-    def look(self, store: dist.Store | None, closed: threading.Event) -> None:
+    def look(self, store: RankStore | None, closed: threading.Event) -> None:
         """Do so once. May raise `RuntimeError` or `OSError` when the store fails."""
 
-    def say_goodbye(self, store: dist.Store) -> None:
+    def say_goodbye(self, store: RankStore) -> None:
         """Tell the other ranks that this one's run has ended."""
 
 
@@ -36,6 +35,7 @@ class RankWatch:
         parts: What is looked after, in this order.
         open_store: Opens the store; None where there is none to open.
         check_seconds: The time between two looks.
+        answer_seconds: How long the store may take for an answer.
         clock: Seconds that do not jump.
     """
 
@@ -45,13 +45,15 @@ class RankWatch:
         *,
         open_store: OpenStore | None,
         check_seconds: float,
+        answer_seconds: float = ANSWER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._parts = parts
         self._open_store = open_store
         self._check_seconds = check_seconds
+        self._answer_seconds = answer_seconds
         self._clock = clock
-        self._store: dist.Store | None = None
+        self._store: PatientStore | None = None
         self._next_opening = clock()
 
     def run(self, closed: threading.Event) -> None:
@@ -62,6 +64,7 @@ class RankWatch:
             with suppress(RuntimeError, OSError):  # rank 0 was faster
                 for part in self._parts:
                     part.say_goodbye(self._store)
+            self._store.close()
             self._store = None
 
     def look(self, closed: threading.Event) -> None:
@@ -78,11 +81,13 @@ class RankWatch:
         if self._open_store is None or self._store is not None or self._clock() < self._next_opening:
             return
         try:
-            self._store = self._open_store()
+            self._store = PatientStore(self._open_store, answer_seconds=self._answer_seconds)
         except (RuntimeError, OSError) as error:
             log.debug("the ranks do not meet: %s", error)
             self._lose_store()
 
     def _lose_store(self) -> None:
-        self._store = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         self._next_opening = self._clock() + _RETRY_SECONDS

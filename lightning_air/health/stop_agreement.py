@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
+from lightning_air.health.patient_store import RankStore
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class StopAgreement:
             self._is_decided.set()
         return self._at is not None and num_batches >= self._at
 
-    def look(self, store: dist.Store | None, closed: threading.Event) -> None:  # noqa: ARG002 - as `Watched` has it
+    def look(self, store: RankStore | None, closed: threading.Event) -> None:  # noqa: ARG002 - as `Watched` has it
         """Do what is next on this rank.
 
         Raises:
@@ -100,10 +100,10 @@ class StopAgreement:
         elif self._clock() - self._promised_seconds > self._answer_seconds:
             self._decide(store.compare_set("stop/at", "", _CALLED_OFF).decode())
 
-    def say_goodbye(self, store: dist.Store) -> None:
+    def say_goodbye(self, store: RankStore) -> None:
         """Nothing: a run that has ended needs no stop."""
 
-    def _make_promise(self, store: dist.Store) -> None:
+    def _make_promise(self, store: RankStore) -> None:
         promise = self._num_batches() + BATCHES_AHEAD
         self._promise = promise
         # Until now the loop may have gone on, and past it.

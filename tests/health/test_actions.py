@@ -80,12 +80,12 @@ class Loop:
         self.ask()  # who has waited is let go
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 4),
     st.lists(st.tuples(st.sampled_from(["batch", "look"]), st.integers(0, 3)), max_size=80),
     st.integers(0, 40),
 )
-@settings(deadline=None)
 def test_all_ranks_stop_after_the_same_batch_however_they_take_turns(
     world_size: int, turns: list[tuple[str, int]], asked_at: int
 ) -> None:

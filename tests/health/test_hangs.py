@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_air.health.collectives import Collective, pending, recorded_collectives
@@ -34,6 +34,7 @@ class Clock:
 # ---- what is too long ------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.001, 1_000), max_size=250), st.floats(1, 100), st.floats(1, 600))
 def test_the_limit_is_a_multiple_of_the_median_of_the_last_hundred_steps(
     seconds: list[float], multiple: float, minimum: float

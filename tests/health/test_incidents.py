@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_air.health import Rule, default_rules
@@ -95,6 +95,7 @@ def runs_of(is_bad: Sequence[bool]) -> list[tuple[int, int]]:
     return found
 
 
+@settings(deadline=None)
 @given(series_of, st.integers(0, 5), st.booleans())
 def test_it_fires_exactly_when_a_stretch_of_bad_values_has_lasted(
     series: list[float], num_polls: int, is_below: bool
@@ -122,6 +123,7 @@ def stretches(is_so: Sequence[bool], num_polls: int, start: int) -> list[int]:
     return [start + at + num_polls for at, num in runs_of(is_so[start:]) if num > num_polls]
 
 
+@settings(deadline=None)
 @given(series_of, st.data(), st.integers(0, 5))
 def test_gaps_neither_begin_nor_end_anything(series: list[float], data: st.DataObject, num_polls: int) -> None:
     """Told values at the same times, with or without gaps that are said to be gaps, come to the same."""
@@ -137,6 +139,7 @@ def test_gaps_neither_begin_nor_end_anything(series: list[float], data: st.DataO
     assert said.open == unsaid.open
 
 
+@settings(deadline=None)
 @given(st.lists(st.just(GAP), min_size=3, max_size=30), st.integers(1, 5))
 def test_the_time_of_a_long_gap_is_not_counted(gap: list[float], num_polls: int) -> None:
     rule = Rule("power_w", above=300, for_seconds=num_polls * POLL)
@@ -148,6 +151,7 @@ def test_up_to_two_missing_polls_are_bridged() -> None:
     assert begun_at(Rule("power_w", above=300, for_seconds=60), [301, GAP, GAP, 301, GAP, GAP, 301]) == [6]
 
 
+@settings(deadline=None)
 @given(series_of)
 def test_what_is_not_told_never_fires(series: list[float]) -> None:
     incidents = Incidents(default_rules(), poll_seconds=POLL)
@@ -156,6 +160,7 @@ def test_what_is_not_told_never_fires(series: list[float]) -> None:
         assert not incidents.look(number * POLL, {gpu(): row_of(nothing, None)}).begun
 
 
+@settings(deadline=None)
 @given(st.floats(250, 300), st.integers(0, 4))
 def test_between_the_threshold_and_clear_at_an_incident_stays(value: float, num_polls: int) -> None:
     rule = Rule("power_w", above=300, clear_at=250, for_seconds=num_polls * POLL)
@@ -165,6 +170,7 @@ def test_between_the_threshold_and_clear_at_an_incident_stays(value: float, num_
     assert ended == [len(polls) - 1]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=40), st.integers(1, 6))
 def test_growth_is_that_of_the_last_seconds(increments: list[int], num_polls: int) -> None:
     rule = Rule("pcie_replays", above=16, over_seconds=num_polls * POLL, name="replays")
@@ -186,6 +192,7 @@ def test_a_counter_that_begins_anew_is_no_growth() -> None:
     assert len(incidents.look(40.0, {gpu(): row(pcie_replays=17)}).begun) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(100, 2000), min_size=2, max_size=20), st.integers(0, 3))
 def test_clocks_are_compared_with_the_busy_ones_of_the_same_model(clocks: list[float], num_idle: int) -> None:
     rule = Rule("sm_clock_mhz", below=85, compared="pct_of_median", given={"utilization_pct": (50, 100)}, name="slow")
@@ -332,7 +339,7 @@ def test_an_incident_is_told_once_with_all_that_one_needs(caplog: pytest.LogCapt
         (
             Rule("pcie_replays", above=16, over_seconds=60),
             [{"pcie_replays": 0}, {"pcie_replays": 20}],
-            "pcie_replays: the growth of pcie_replays in 60 s is 20, above 16 (since",
+            "of node 0: the growth of pcie_replays in 60 s is 20, above 16 (since",
         ),
         (
             Rule("sm_clock_mhz", below=85, compared="pct_of_median", name="slow"),
@@ -344,7 +351,7 @@ def test_an_incident_is_told_once_with_all_that_one_needs(caplog: pytest.LogCapt
             [{"power_w": 670}],
             "greedy: power_w, less the median of its peers, is 20 W, above 10 W (since",
         ),
-        (Rule("has_failed_remap", above=0.5), [{"has_failed_remap": True}], "remap: has_failed_remap (since"),
+        (Rule("has_failed_remap", above=0.5), [{"has_failed_remap": True}], "node 0: has_failed_remap (since"),
     ],
 )
 def test_a_message_says_what_was_compared(rule: Rule, values: list[dict[str, Any]], text: str) -> None:
