@@ -13,7 +13,7 @@ from typing import Any
 from lightning_air.health.aborting import Aborting
 from lightning_air.health.events import EventLog
 from lightning_air.health.excluding import ExcludedNodes
-from lightning_air.health.hang_watch import HangWatch, RankPlace
+from lightning_air.health.hang_watch import FILE_SECONDS, HangWatch, RankPlace
 from lightning_air.health.hangs import HangRule
 from lightning_air.health.history import History
 from lightning_air.health.incidents import Incident
@@ -33,7 +33,7 @@ from lightning_air.health.rank_watch import RankWatch
 from lightning_air.health.rules import Rule
 from lightning_air.health.sending import Sender
 from lightning_air.health.stop_agreement import StopAgreement
-from lightning_air.health.threads import Background, close_all
+from lightning_air.health.threads import Background, close_all, done_within
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +177,6 @@ class HealthRun:
             global_rank=self._rank.global_rank,
             node_rank=self._rank.node_rank,
         )
-        leave_marker(self._options.folder, marker)
+        done_within(FILE_SECONDS, lambda: leave_marker(self._options.folder, marker))
         self._sender.wait()
         end_process(ABORT_EXIT_CODE)
