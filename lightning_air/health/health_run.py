@@ -38,6 +38,7 @@ from lightning_air.health.threads import Background, close_all, done_within
 log = logging.getLogger(__name__)
 
 MAX_CHECK_SECONDS = 5.0
+ABORTED_TAG = "lightning_air.aborted_before"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,9 @@ class HealthRun:
         if self._events is not None:
             markers = take_markers(self._options.folder, self._place.node_rank, self._place.num_nodes)
             if markers:
-                self._events.add("aborted_before", describe_markers(markers))
+                message = describe_markers(markers)
+                self._events.add("aborted_before", message)
+                self._sender.send_tag(ABORTED_TAG, message)
         for thread in self._rank_threads:
             thread.start()
         if self._node_watch is not None:
