@@ -144,8 +144,8 @@ class HealthRun:
         self._sender.meet(loggers if self._place.is_rank_zero else ())
 
     def close(self) -> None:
-        """End, within twice `CLOSE_SECONDS`. Idempotent."""
-        for thread in close_all(self._rank_threads, CLOSE_SECONDS):
+        """End, within one and a half `CLOSE_SECONDS`. Idempotent."""
+        for thread in close_all(self._rank_threads, CLOSE_SECONDS / 2):
             log.warning("Left behind, since the network or a file system does not answer: %s.", thread)
         self._rank_threads = []
         if self._node_watch is not None:
