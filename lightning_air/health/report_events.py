@@ -1,0 +1,65 @@
+"""What a report shows of the events: alike ones as one with all their times, and which of them are trouble."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_air.health.events import HealthEvent
+
+MAX_GROUPS = 400
+MAX_TEXT = 600
+_GOOD_TO_KNOW = frozenset({"not_read", "selection", "nvml_absent", "store_lost"})
+_GOOD_ENDINGS = ("_back", "_over", "_ended", "_cleared", "_resolved")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventGroup:
+    """Events that say the same of the same GPU or node.
+
+    Attributes:
+        kind: Of `HealthEvent`.
+        text: Its message, cut if it is very long.
+        node_rank: The node.
+        uuid: The GPU, or None.
+        is_trouble: Whether it is bad news about a GPU or a node.
+        times: When each happened, in seconds since the epoch, in order.
+    """
+
+    kind: str
+    text: str
+    node_rank: int
+    uuid: str | None
+    is_trouble: bool
+    times: tuple[float, ...]
+
+
+def is_trouble(kind: str) -> bool:
+    """Return whether events of a kind are bad news; those of an unknown kind are."""
+    return kind not in _GOOD_TO_KNOW and not kind.endswith(_GOOD_ENDINGS)
+
+
+def words_of(kind: str) -> str:
+    """Return a kind as a person writes it: "GPU lost", "XID"."""
+    words = kind.replace("_", " ")
+    for name in ("gpu", "nvml", "xid", "ecc", "pcie"):
+        words = " ".join(word.upper() if word == name else word for word in words.split(" "))
+    return words.replace("PCIE", "PCIe").replace("nvlink", "NVLink")
+
+
+def group_events(events: Iterable[HealthEvent]) -> tuple[list[EventGroup], int]:
+    """Return the events in the order in which each first happened, and how many were left out.
+
+    Of very many different ones the trouble and then the newest are kept.
+    """
+    times: dict[tuple[str, str, int, str | None], list[float]] = {}
+    for event in events:
+        text = event.message if len(event.message) <= MAX_TEXT else f"{event.message[: MAX_TEXT - 1]}…"
+        times.setdefault((event.kind, text, event.node_rank, event.uuid), []).append(event.time_seconds)
+    groups = [
+        EventGroup(
+            kind=kind, text=text, node_rank=node_rank, uuid=uuid, is_trouble=is_trouble(kind), times=tuple(sorted(when))
+        )
+        for (kind, text, node_rank, uuid), when in times.items()
+    ]
+    kept = sorted(groups, key=lambda group: (not group.is_trouble, -group.times[-1]))[:MAX_GROUPS]
+    num_left_out = sum(len(group.times) for group in groups) - sum(len(group.times) for group in kept)
+    return sorted(kept, key=lambda group: group.times[0]), num_left_out
