@@ -17,6 +17,9 @@ from lightning_air.health.events import EventLog
 from lightning_air.health.history import History
 from lightning_air.health.node_watch import NodeWatch, Place
 from lightning_air.health.nodes import OpenStore, open_store
+from lightning_air.health.scene import Scene
+from lightning_air.health.showing import Live, Showing, checked_live
+from lightning_air.health.step_times import StepTimes
 from lightning_air.runtime import detect_launch
 
 log = logging.getLogger(__name__)
@@ -45,14 +48,24 @@ class GPUHealth(Callback):
         poll_seconds: The time between two readings; at least 0.1.
         history_seconds: How long readings are kept in memory, for all GPUs on rank 0: 0.7 MB for 8 GPUs and two hours.
         log_every_seconds: The time between two records in the loggers.
+        live: "table" shows the GPUs in the terminal of rank 0, "page" on a page of its machine, whose address is in
+            the log.
+        report: Whether rank 0 writes `gpu_health/report.html`, every ten minutes and at the end, to the `log_dir` of
+            a logger that has one, else to `default_root_dir`, and to the artifacts of the MLflow run.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of its range, or `live` is none of these.
         TypeError: A value is no number, or the Trainer comes from `pytorch_lightning`.
     """
 
     def __init__(
-        self, *, poll_seconds: float = 10, history_seconds: float = 7200, log_every_seconds: float = 60
+        self,
+        *,
+        poll_seconds: float = 10,
+        history_seconds: float = 7200,
+        log_every_seconds: float = 60,
+        live: Live = False,
+        report: bool = True,
     ) -> None:
         self.poll_seconds = _seconds("poll_seconds", poll_seconds, _MIN_POLL_SECONDS)
         self.history_seconds = _seconds("history_seconds", history_seconds, poll_seconds)
@@ -62,6 +75,11 @@ class GPUHealth(Callback):
                 f"history_seconds must be at most {_MAX_POLLS:,} times poll_seconds, got {history_seconds} and "
                 f"{poll_seconds}. Keep less, or poll less often."
             )
+        self.live = checked_live(live)
+        self.report = report
+        self._showing: Showing | None = None
+        self._steps: StepTimes | None = None
+        self._num_stepped = 0
         self._watch: NodeWatch | None = None
         self._history: History | None = None
         self._events: EventLog | None = None
@@ -79,7 +97,8 @@ class GPUHealth(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what runs: copies and other processes start with the options only."""
-        return {**vars(self), "_watch": None, "_history": None, "_events": None, "_next_log_seconds": math.inf}
+        running = dict.fromkeys(("_watch", "_history", "_events", "_showing", "_steps"))
+        return {**vars(self), **running, "_next_log_seconds": math.inf}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -107,7 +126,16 @@ class GPUHealth(Callback):
         self._stop()
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._steps is not None:
+            self._num_stepped = trainer.global_step
+            self._steps.begin()
+
+    @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._steps is not None and trainer.global_step != self._num_stepped:
+            self._num_stepped = trainer.global_step
+            self._steps.note()
         if time.monotonic() >= self._next_log_seconds:
             self._log(trainer)
 
@@ -142,12 +170,19 @@ class GPUHealth(Callback):
         self._watch.start()
         if place.is_rank_zero and trainer.loggers:
             self._next_log_seconds = time.monotonic() + self.log_every_seconds
+        if place.is_rank_zero:
+            self._steps = self._steps or StepTimes(self._history.num_polls, self.poll_seconds)
+            scene = Scene(self._history, self._events, self._steps)
+            self._showing = Showing.begin(scene, trainer, report=self.report, live=self.live)
 
     def _stop(self) -> None:
         self._next_log_seconds = math.inf
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        showing, self._showing = self._showing, None
+        if showing is not None:
+            showing.close()
 
     def _log(self, trainer: Trainer) -> None:
         self._next_log_seconds = time.monotonic() + self.log_every_seconds

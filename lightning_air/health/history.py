@@ -108,6 +108,11 @@ class History:
         self._last_slot = 0
 
     @property
+    def num_polls(self) -> int:
+        """How many are kept."""
+        return self._num_polls
+
+    @property
     def poll_seconds(self) -> float:
         """The time between two polls."""
         return self._poll_seconds

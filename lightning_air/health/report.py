@@ -74,22 +74,26 @@ def _encoded(text: str) -> bytes:
 
 
 def write_report(path: Path, text: str) -> None:
-    """Put a report where another one may be, whole or not at all.
+    """Put a report where another one may be, whole or not at all; on a volume, which cannot rename, all the same.
 
     Raises:
         OSError: The folder cannot be made or written.
     """
+    content = text.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode())
-        Path(name).chmod(0o644)  # mkstemp makes it for its owner only
-        Path(name).replace(path)
-    except BaseException:
+            file.write(content)
+        with contextlib.suppress(OSError):
+            Path(name).chmod(0o644)  # mkstemp makes it for its owner only
+        try:
+            Path(name).replace(path)
+        except OSError:
+            path.write_bytes(content)
+    finally:
         with contextlib.suppress(OSError):
             Path(name).unlink()
-        raise
 
 
 @functools.cache
@@ -235,7 +239,7 @@ def _footer(payload: Payload, grid: Grid) -> str:
         "work, too. Where several polls share a pixel, the worst is drawn: the lowest utilisation, margin and clock, "
         "the highest of the others. Red diamonds are events of that GPU. The table is made from all polls, unrounded."
     )
-    return "<footer>\n" + "".join(f"<p>{html.escape(line)}</p>\n" for line in lines) + "</footer>\n"
+    return '<footer id="about">\n' + "".join(f"<p>{html.escape(line)}</p>\n" for line in lines) + "</footer>\n"
 
 
 def _end(payload: Payload, *, is_live: bool) -> str:

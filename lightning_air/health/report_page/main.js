@@ -1,6 +1,6 @@
 // Puts the drawings on the page, and lets the time be chosen: drag, double-click, buttons, keys.
 
-const report = { data: null, view: null, plots: [] };
+const report = { data: null, view: null, plots: [], isDragging: false };
 const byId = (id) => document.getElementById(id);
 
 async function load(text) {
@@ -23,6 +23,7 @@ function build() {
   const data = report.data, plots = byId("plots");
   report.plots = [];
   plots.replaceChildren();
+  hideTip();
   const events = new EventStrip(data);
   if (data.events.length)
     addPlot(plots, events, "Events", "", [], (x, y) => {
@@ -133,6 +134,7 @@ function follow(plot) {
   plot.field.addEventListener("pointerdown", (event) => {
     if (event.button !== 0 || event.pointerType === "touch") return;
     begun = place(event).x;
+    report.isDragging = true;
     plot.field.setPointerCapture(event.pointerId);
   });
   plot.field.addEventListener("pointerup", (event) => {
@@ -144,6 +146,7 @@ function follow(plot) {
   });
   const stop = () => {
     begun = null;
+    report.isDragging = false;
     for (const each of report.plots) each.pick.style.display = "none";
   };
   plot.field.addEventListener("pointercancel", stop);
