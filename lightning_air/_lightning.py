@@ -21,7 +21,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only,
 from lightning.fabric.utilities.types import _PATH as PathLike  # noqa: N811
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import Logger, MLFlowLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import (
@@ -64,7 +64,6 @@ __all__ = [
     "ParallelStrategy",
     "PathLike",
     "ReduceOp",
-    "RichProgressBar",
     "SIGTERMException",
     "SaveConfigCallback",
     "Strategy",

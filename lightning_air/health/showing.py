@@ -3,11 +3,11 @@
 import logging
 from typing import Literal
 
-from lightning_air._lightning import MLFlowLogger, RichProgressBar, Trainer
+from lightning_air._lightning import MLFlowLogger, Trainer
 from lightning_air.health.page import PageServer
 from lightning_air.health.reporter import FILE, Reporter, Upload
 from lightning_air.health.scene import Scene
-from lightning_air.health.table import Bar, LiveTable, table_unavailable
+from lightning_air.health.table import LiveTable, table_unavailable
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Showing:
         if live == "table":
             reason = table_unavailable()
             if reason is None:
-                self._table = LiveTable(scene, bar=bar_of(trainer))
+                self._table = LiveTable(scene)
             else:
                 log.warning("There is no live table of the GPUs: %s", reason)
 
@@ -66,14 +66,6 @@ class Showing:
         for part in (self._table, self._page, self._reporter):
             if part is not None:
                 part.close()
-
-
-def bar_of(trainer: Trainer) -> Bar:
-    """Return what kind of progress bar there is; one of the user's own kind is taken for a line like tqdm's."""
-    bar = trainer.progress_bar_callback
-    if bar is None or getattr(bar, "is_disabled", False):
-        return "none"
-    return "rich" if isinstance(bar, RichProgressBar) else "tqdm"
 
 
 def folder_of(trainer: Trainer) -> str:

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_air.health.step_times import StepTimes
@@ -29,6 +29,7 @@ def steps_of(durations: list[float], *, num_columns: int = 1_000, column_seconds
     return steps
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.001, 60), min_size=1, max_size=100))
 def test_every_step_is_in_the_column_in_which_it_ended(durations: list[float]) -> None:
     window = steps_of(durations).window()
