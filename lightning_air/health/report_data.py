@@ -91,6 +91,7 @@ class Drawn:
             "worst": self.map.worst,
             "low": self.map.low,
             "high": self.map.high,
+            "span": self.map.least_span,
             "counts": self.map.only_if_any,
             "offset": self.offset,
             "step": self.step,

@@ -33,6 +33,7 @@ class Map:
         worst: What stands for several polls that share a pixel: "max", "min", or "bits" for all bits of all of them.
         low: Lower end of the colours; None is the least value.
         high: Upper end; None is the greatest value.
+        least_span: How far apart the ends are at least, so that noise is not taken for news.
         only_if_any: Drawn only where it is not 0 everywhere, which is said in words.
     """
 
@@ -45,6 +46,7 @@ class Map:
     worst: str = "max"
     low: float | None = None
     high: float | None = None
+    least_span: float = 1.0
     only_if_any: bool = False
 
 
@@ -128,7 +130,14 @@ MAPS = (
         low=0,
         high=100,
     ),
-    Map(key="temperature_c", title="Temperature", unit="°C", note="of the chip", series=_of("temperature_c")),
+    Map(
+        key="temperature_c",
+        title="Temperature",
+        unit="°C",
+        note="of the chip",
+        series=_of("temperature_c"),
+        least_span=25,
+    ),
     Map(
         key="temperature_margin_c",
         title="Margin to slowdown",
@@ -136,6 +145,7 @@ MAPS = (
         note="how far below the temperature at which it slows itself down",
         series=_of("temperature_margin_c"),
         worst="min",
+        least_span=25,
     ),
     Map(
         key="hbm_temperature_c",
@@ -143,8 +153,9 @@ MAPS = (
         unit="°C",
         note="of the HBM",
         series=_of("hbm_temperature_c"),
+        least_span=25,
     ),
-    Map(key="power_w", title="Power", unit="W", note="drawn", series=_of("power_w"), low=0),
+    Map(key="power_w", title="Power", unit="W", note="drawn", series=_of("power_w"), low=0, least_span=50),
     Map(
         key="sm_clock_mhz",
         title="SM clock",
@@ -152,6 +163,7 @@ MAPS = (
         note="of the multiprocessors",
         series=_of("sm_clock_mhz"),
         worst="min",
+        least_span=800,
     ),
     Map(
         key="throttle_reasons",

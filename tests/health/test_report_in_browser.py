@@ -278,3 +278,29 @@ def test_without_gpus_the_steps_are_drawn(page: Page, tmp_path: Path) -> None:
         assert titles(page)[0] == "Step time"
         assert max(colours_of(page, "Step time")) >= 2
         assert page.complaints == []
+
+
+def test_of_many_gpus_only_those_with_errors_have_a_row_there(page: Page, tmp_path: Path) -> None:
+    page.look(1280, 800)
+    values = {each: lively(NUM_POLLS, seed) for seed, each in enumerate(gpus(64))}
+    for number in (5, 40):
+        values[gpu(number, node_rank=number // 8)][PLACE["ecc_corrected"], 300:] = number
+    show(page, tmp_path, render_report(window(values), poll_seconds=10))
+    plot = "report.plots.find(each => each.title === 'Corrected memory errors')"
+    assert page.evaluate(f"{plot}.heat.rows") == [5, 40]
+    assert "none on the other 62 GPUs" in page.evaluate(f"{plot}.head.textContent")
+    page.hover(*place_in(page, "Corrected memory errors", 0.9, row=1))
+    said = page.evaluate("document.getElementById('tip').innerText")
+    assert said.startswith("40\nCorrected memory errors · GPU 0, node 5 · ")
+    assert page.evaluate("report.plots.find(each => each.title === 'Power').heat.rows.length") == 64
+    assert page.complaints == []
+
+
+def test_noise_is_not_drawn_as_news(page: Page, tmp_path: Path) -> None:
+    page.look(1280, 800)
+    show(page, tmp_path, a_report(8))
+    ends = page.evaluate("Object.fromEntries(report.data.maps.map(each => [each.key, [each.from, each.to]]))")
+    assert ends["sm_clock_mhz"] == [1100, 1900]
+    assert ends["utilization_pct"] == [0, 100]
+    low, high = ends["temperature_margin_c"]
+    assert high - low >= 25

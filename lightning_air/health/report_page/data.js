@@ -66,7 +66,8 @@ function addExtremes(map, data) {
   if (mostAt < 0) return;
   map.from = map.low ?? nice(valueOf(map, leastAt), -1);
   map.to = map.high ?? nice(valueOf(map, mostAt), 1);
-  if (map.to <= map.from) map.to = map.from + 1;
+  if (map.low === null) map.from = Math.max(Math.min(map.from, 0), Math.min(map.from, map.to - map.span));
+  if (map.to - map.from < map.span) map.to = map.from + map.span;
 }
 
 // The next round number in a direction.

@@ -9,15 +9,19 @@ class HeatMap {
     this.layOut();
   }
 
-  // Where each GPU's row is; nodes have some room between them.
+  // Which GPUs have a row, and where it is; nodes have some room between them. Of errors, those GPUs that had any.
   layOut() {
-    const gpus = this.data.gpus, count = gpus.length;
+    const { gpus, columns } = this.data, zero = 1 - Math.round(this.map.offset / this.map.step);
+    const had = (gpu) => this.map.whole.subarray(gpu * columns, (gpu + 1) * columns).some((whole) => whole && whole !== zero);
+    this.rows = gpus.map((_, gpu) => gpu).filter((gpu) => gpus.length <= 8 || !this.map.counts || had(gpu));
+    this.isPart = this.rows.length < gpus.length;
+    const count = this.rows.length;
     this.rowHeight = count === 1 ? 34 : Math.max(3, Math.min(count <= 4 ? 26 : 18, Math.floor(400 / count)));
     this.room = this.rowHeight >= 4 ? 4 : 2;
     this.tops = [];
     let y = 0;
-    gpus.forEach((gpu, row) => {
-      if (row > 0 && gpu.node !== gpus[row - 1].node) y += this.room;
+    this.rows.forEach((gpu, row) => {
+      if (row > 0 && gpus[gpu].node !== gpus[this.rows[row - 1]].node) y += this.room;
       this.tops.push(y);
       y += this.rowHeight;
     });
@@ -34,7 +38,7 @@ class HeatMap {
 
   cellAt(row, seconds) {
     const column = this.columnAt(seconds);
-    return row < 0 || column < 0 || column >= this.data.columns ? -1 : row * this.data.columns + column;
+    return row < 0 || column < 0 || column >= this.data.columns ? -1 : this.rows[row] * this.data.columns + column;
   }
 
   worse(one, other) {
@@ -63,7 +67,7 @@ class HeatMap {
         const high = Math.min(columns, Math.max(low + 1, Math.ceil(first + (pixel + 1) * perPixel - 1e-9)));
         let worst = 0, gone = false;
         if (pixel < pixels)
-          for (let cell = row * columns + low, end = row * columns + high; cell < end; cell++) {
+          for (let cell = this.rows[row] * columns + low, end = cell - low + high; cell < end; cell++) {
             if (whole[cell]) worst = worst ? this.worse(whole[cell], worst) : whole[cell];
             if (isLost.whole[cell] > known) gone = true;
           }
@@ -87,7 +91,8 @@ class HeatMap {
   }
 
   drawLabels(pen) {
-    const gpus = this.data.gpus, faint = ink("faint"), soft = ink("soft");
+    const gpus = this.rows.map((gpu) => this.data.gpus[gpu]), faint = ink("faint"), soft = ink("soft");
+    if (this.isPart && this.rowHeight >= 12) return this.drawLongLabels(pen, gpus);
     const areSeveral = gpus.some((gpu) => gpu.node !== gpus[0].node);
     const perNode = gpus.map((gpu, row) => row === 0 || gpu.node !== gpus[row - 1].node);
     let free = -Infinity;
@@ -114,17 +119,26 @@ class HeatMap {
     });
   }
 
+  drawLongLabels(pen, gpus) {
+    const areSeveral = this.data.gpus.some((gpu) => gpu.node !== this.data.gpus[0].node);
+    pen.fillStyle = ink("soft");
+    pen.textAlign = "right";
+    gpus.forEach((gpu, row) => pen.fillText(areSeveral ? `node ${gpu.node} · ${gpu.index}` : `GPU ${gpu.index}`,
+      GUTTER - 10, this.tops[row] + this.rowHeight / 2));
+  }
+
   drawEvents(pen, view, width) {
     pen.lineWidth = 1.25;
     for (const event of this.data.events) {
-      if (!event.trouble || event.gpu < 0) continue;
+      const row = this.rows.indexOf(event.gpu);
+      if (!event.trouble || row < 0) continue;
       let before = -Infinity;
       for (const seconds of event.times) {
         if (seconds < view.from || seconds > view.to) continue;
         const x = view.xOf(seconds, width);
         if (x - before < 12) continue;
         before = x;
-        diamond(pen, x, this.tops[event.gpu] + this.rowHeight / 2, Math.max(3.5, Math.min(5, this.rowHeight / 2)));
+        diamond(pen, x, this.tops[row] + this.rowHeight / 2, Math.max(3.5, Math.min(5, this.rowHeight / 2)));
         pen.fillStyle = "#e5352b";
         pen.fill();
         pen.strokeStyle = "#fff";

@@ -43,9 +43,13 @@ function build() {
     const plot = addPlot(plots, heat, map.title, (map.unit && map.unit !== "bits" ? map.unit + ", " : "") + map.note,
       legendOf(map), (x, y, seconds) => {
         const row = heat.rowAt(y), cell = heat.cellAt(row, seconds);
-        return cell < 0 ? null : gpuTip(data, map, row, cell);
+        return cell < 0 ? null : gpuTip(data, map, heat.rows[row], cell);
       });
     plot.heat = heat;
+    if (heat.isPart) {
+      const others = data.gpus.length - heat.rows.length;
+      plot.head.firstChild.append(element("small", "", `; none on the other ${others} GPUs`));
+    }
     addExtreme(plot, map);
   }
 }
