@@ -40,13 +40,14 @@ class PageServer:
 
     Attributes:
         url: Where the page is, once started.
+        thread: On which it listens.
     """
 
     def __init__(self, scene: Scene, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.url: str | None = None
+        self.thread = Background("air-gpu-page", self._serve_until)
         self._rendering = _Rendering(scene, clock)
         self._server: _Server | None = None
-        self._thread: Background | None = None
 
     def start(self) -> None:
         """Listen, and say where, once, in the log. Where that is impossible, say so."""
@@ -57,20 +58,18 @@ class PageServer:
             return
         self._server = server
         self.url = f"http://127.0.0.1:{server.server_port}{server.path}"
-        self._thread = Background("air-gpu-page", lambda _: server.serve_forever(_POLL_SECONDS))
-        self._thread.start()
+        self.thread.start()
         rank_zero_info(f"The GPUs of this run are shown at {self.url} (on this machine only).")
 
     def close(self) -> None:
         """End, within `CLOSE_SECONDS`; requests that are being answered are left behind. Idempotent."""
-        server, self._server = self._server, None
-        if server is None or self._thread is None:
-            return
-        # `shutdown` waits, and for ever if the thread has never run.
-        ending = Background("air-gpu-page-end", lambda _: server.shutdown())
-        ending.start()
-        close_all([self._thread, ending], CLOSE_SECONDS)
-        server.server_close()
+        close_all([self.thread], CLOSE_SECONDS)
+
+    def _serve_until(self, closed: threading.Event) -> None:
+        assert self._server is not None
+        with self._server:
+            while not closed.is_set():
+                self._server.handle_request()  # or wait for one for `_POLL_SECONDS`
 
 
 class _Rendering:
@@ -92,6 +91,7 @@ class _Rendering:
 class _Server(ThreadingHTTPServer):
     """Answers each request on a thread that ends with the process."""
 
+    timeout = _POLL_SECONDS
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = False

@@ -59,7 +59,7 @@ def render_report(
     body = [
         _header(summary, grid, title, is_live=is_live),
         _TOOLS,
-        _gpu_table(summary.rows, grid),
+        _gpu_table(sorted(summary.rows, key=lambda row: not row.troubles), grid),
         _event_table(groups, grid, num_left_out),
     ]
     fixed = sum(len(_encoded(part)) for part in (*body, _style(), _script(is_live=is_live)))
@@ -188,7 +188,7 @@ def _gpu_table(rows: Sequence[GpuRow], grid: Grid) -> str:
     )
     model = '<th scope="col">model</th>' if has_several else ""
     return (
-        f'<section id="gpus"><h2>GPUs <small>{counted}; the worst readings of this time</small></h2>\n'
+        f'<section id="gpus"><h2>GPUs <small>{counted}; the worst readings of this time, the sick first</small></h2>\n'
         '<div class="scroll" tabindex="0"><table><thead><tr><th scope="col">GPU</th><th scope="col">state</th>'
         f'{heads}{model}<th scope="col">UUID</th></tr></thead>\n<tbody>\n{"".join(body)}</tbody>'
         "</table></div></section>\n"

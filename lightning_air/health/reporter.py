@@ -38,6 +38,10 @@ class Reporter:
         uploads: Where else they go.
         first_seconds: When the first is written.
         every_seconds: The time between two others.
+
+    Attributes:
+        place: Where they are written.
+        thread: On which they are.
     """
 
     def __init__(
@@ -54,16 +58,16 @@ class Reporter:
         self._first_seconds = first_seconds
         self._every_seconds = every_seconds
         self._has_complained = False
-        self._writer = Background("air-gpu-report", self._write_until)
+        self.thread = Background("air-gpu-report", self._write_until)
         self._uploader = _Uploader(uploads) if uploads else None
 
     def start(self) -> None:
         """Begin; returns at once."""
-        self._writer.start()
+        self.thread.start()
 
     def close(self) -> None:
         """Have the last report written, and wait for it for `CLOSE_SECONDS`; it goes on being uploaded. Idempotent."""
-        close_all([self._writer], CLOSE_SECONDS)
+        close_all([self.thread], CLOSE_SECONDS)
 
     def _write_until(self, closed: threading.Event) -> None:
         seconds = self._first_seconds

@@ -8,8 +8,11 @@ from lightning_air.health.page import PageServer
 from lightning_air.health.reporter import FILE, Reporter, Upload
 from lightning_air.health.scene import Scene
 from lightning_air.health.table import LiveTable, table_unavailable
+from lightning_air.health.threads import close_all
 
 log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 0.9
 
 Live = Literal[False, "table", "page"]
 _LIVE = (False, "table", "page")
@@ -38,34 +41,33 @@ class Showing:
     """
 
     def __init__(self, scene: Scene, trainer: Trainer, *, report: bool, live: Live) -> None:
-        self._reporter = Reporter(scene, folder_of(trainer), uploads_of(trainer)) if report else None
-        self._page = PageServer(scene) if live == "page" else None
-        self._table: LiveTable | None = None
+        parts: list[Reporter | PageServer | LiveTable] = []
+        if report:
+            parts.append(Reporter(scene, folder_of(trainer), uploads_of(trainer)))
+        if live == "page":
+            parts.append(PageServer(scene))
         if live == "table":
-            reason = table_unavailable()
-            if reason is None:
-                self._table = LiveTable(scene)
-            else:
+            if reason := table_unavailable():
                 log.warning("There is no live table of the GPUs: %s", reason)
+            else:
+                parts.append(LiveTable(scene))
+        self._parts = tuple(parts)
 
     @staticmethod
     def begin(scene: Scene, trainer: Trainer, *, report: bool, live: Live) -> "Showing | None":
         """Return one that has started; None if that is impossible, which is said. Raises nothing, waits for nothing."""
         try:
             showing = Showing(scene, trainer, report=report, live=live)
-            for part in (showing._reporter, showing._page, showing._table):
-                if part is not None:
-                    part.start()
+            for part in showing._parts:
+                part.start()
         except Exception:  # such as a logger that raises: the GPUs are watched all the same
             log.exception("The GPUs are watched, but not shown.")
             return None
         return showing
 
     def close(self) -> None:
-        """End, within about a second. Idempotent."""
-        for part in (self._table, self._page, self._reporter):
-            if part is not None:
-                part.close()
+        """End all of it together, within `CLOSE_SECONDS`. Idempotent."""
+        close_all([part.thread for part in self._parts], CLOSE_SECONDS)
 
 
 def folder_of(trainer: Trainer) -> str:

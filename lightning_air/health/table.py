@@ -181,19 +181,22 @@ class LiveTable:
 
     Args:
         scene: What it shows.
+
+    Attributes:
+        thread: On which it draws.
     """
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._thread = Background("air-gpu-table", self._run)
+        self.thread = Background("air-gpu-table", self._run)
 
     def start(self) -> None:
         """Begin; returns at once."""
-        self._thread.start()
+        self.thread.start()
 
     def close(self) -> None:
         """End, within `CLOSE_SECONDS`. Idempotent."""
-        close_all([self._thread], CLOSE_SECONDS)
+        close_all([self.thread], CLOSE_SECONDS)
 
     def _run(self, closed: threading.Event) -> None:
         footer = Footer(_write)

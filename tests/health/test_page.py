@@ -145,7 +145,7 @@ def test_it_ends_soon_whoever_holds_a_connection_and_then_answers_nobody() -> No
         idle.sendall(b"GET / HTTP/1.1\r\n")  # and no more
         begun = time.monotonic()
         server.close()
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 10  # it would be for ever
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)))
     server.close()

@@ -103,7 +103,7 @@ def test_an_upload_that_hangs_delays_neither_the_file_nor_the_end(tmp_path: Path
     wait_until(lambda: num_columns((tmp_path / PATH).read_text()) == 2)
     begun = time.monotonic()
     reporter.close()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 10  # it would be for ever
     assert uploaded == []
     released.set()
     wait_until(lambda: uploaded[-1:] == [2])

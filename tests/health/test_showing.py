@@ -1,6 +1,8 @@
 """What GPUHealth shows of a Trainer's run: where the report goes, and that it never breaks or delays anything."""
 
 import re
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 
 from lightning_air import AirMLflowLogger
+from lightning_air.health import reporter
 from lightning_air.health.callback import GPUHealth
 from lightning_air.health.reporter import Reporter
 from tests.health.records import KeepRecords
@@ -179,6 +182,36 @@ def test_the_page_is_there_while_the_run_is_and_its_address_is_said_once(
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(address, timeout=30)
     assert our_threads() == []
+
+
+def test_when_all_hangs_at_once_the_run_ends_all_the_same(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = machine(1)
+    released = threading.Event()
+
+    def hang(*_: object) -> None:
+        released.wait()
+
+    monkeypatch.setattr(reporter, "put", hang)
+    seconds: list[float] = []
+
+    class Timed(Callback):
+        def on_train_batch_start(self, *arguments: Any) -> None:
+            if arguments[3] == 4:
+                stub.hang("nvmlDeviceGetTemperatureV")
+                stub.hang("nvmlEventSetWait")
+
+        def on_train_end(self, *_: Any) -> None:
+            seconds.append(time.monotonic())
+
+    try:
+        run("fit", GPUHealth(poll_seconds=0.1, live="page"), Pace(0.1), Timed())
+        assert time.monotonic() - seconds[0] < 10  # two seconds, and what Lightning and a busy machine take
+        assert {"air-gpu-sampler", "air-gpu-report"} <= set(our_threads())
+        assert "air-gpu-page" not in our_threads()
+    finally:
+        stub.release()
+        released.set()
+    wait_until(lambda: our_threads() == [])
 
 
 def test_a_table_where_there_is_no_terminal_is_said_and_training_goes_on(

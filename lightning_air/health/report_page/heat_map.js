@@ -53,7 +53,8 @@ class HeatMap {
     const hatch = pen.createPattern(hatchTile("gap", "hatch", ratio), "repeat");
     hatch.setTransform(new DOMMatrix().scale(1 / ratio));
     pen.fillStyle = hatch;
-    for (const top of this.tops) pen.fillRect(GUTTER, top, plot, this.rowHeight);
+    const gap = this.rowHeight >= 9 ? 1 : 0;
+    for (const top of this.tops) pen.fillRect(GUTTER, top, plot, this.rowHeight - gap);
     const lost = pen.createPattern(hatchTile("gap", "trouble", ratio), "repeat");
     lost.setTransform(new DOMMatrix().scale(1 / ratio));
     const image = new ImageData(pixels, Math.max(1, count)), colours = new Uint32Array(image.data.buffer);
@@ -76,7 +77,7 @@ class HeatMap {
         if (!gone && lostFrom >= 0) {
           pen.fillStyle = lost;
           const wide = Math.max(2, (pixel - lostFrom) / ratio);
-          pen.fillRect(GUTTER + lostFrom / ratio, this.tops[row], wide, this.rowHeight);
+          pen.fillRect(GUTTER + lostFrom / ratio, this.tops[row], wide, this.rowHeight - gap);
           lostFrom = -1;
         }
       }
@@ -84,7 +85,6 @@ class HeatMap {
     const source = new OffscreenCanvas(pixels, Math.max(1, count));
     source.getContext("2d").putImageData(image, 0, 0);
     pen.imageSmoothingEnabled = false;
-    const gap = this.rowHeight >= 9 ? 1 : 0;
     this.tops.forEach((top, row) =>
       pen.drawImage(source, 0, row, pixels, 1, GUTTER, top, pixels / ratio, this.rowHeight - gap));
     this.drawEvents(pen, view, width);
