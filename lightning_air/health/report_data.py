@@ -232,6 +232,7 @@ def _head(
                 "gpu": place.get(group.uuid, -1) if group.uuid is not None else -1,
                 "trouble": group.is_trouble,
                 "times": [round(seconds, 3) for seconds in group.times],
+                "ends": [None if seconds is None else round(seconds, 3) for seconds in group.ends],
             }
             for group in events
         ],

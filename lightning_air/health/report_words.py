@@ -1,10 +1,11 @@
 """A report in words: one sentence on whether anything was wrong, and a row for each GPU with its worst readings."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_air.health.events import HealthEvent
 from lightning_air.health.history import GpuId
@@ -20,6 +21,19 @@ _MAX_NAMED = 6
 _HEAT = 0x20 | 0x40
 _BRAKE = 0x80
 _HARDWARE = 0x8
+# What a kind of event is about, where the readings tell the same.
+_TOPICS = {
+    "gpu_lost": "lost",
+    "xid_context_dead": "xid",
+    "xid_hardware": "xid",
+    "memory_errors": "ecc",
+    "double_bit_ecc": "ecc",
+    "remap_failed": "remap",
+    "remap_pending": "remap",
+    "recovery_needed": "recovery",
+    "thermal_throttling": "heat",
+    "power_brake": "brake",
+}
 _MINUTE, _HOUR = 60, 3600
 _NODE_WORDS = {
     "node_stale": "fell silent",
@@ -143,40 +157,43 @@ def _row(gpu: GpuId, rows: Rows, events: Sequence[HealthEvent]) -> GpuRow:
 
 
 def _troubles(gpu: GpuId, rows: Rows, events: Sequence[HealthEvent]) -> list[str]:
-    found = []
-    lost = is_lost(rows)
-    if lost.any():
-        found.append("lost" if lost[-1] else "lost for a while")
+    """Return what was wrong, in words: what the readings say, and the events that are about something else."""
     of_gpu = [event for event in events if event.uuid == gpu.uuid and is_trouble(event.kind)]
+    by_topic = {topic: words for topic, words in _told_by_readings(gpu, rows) if words}
     xids = Counter(int(event.value) for event in of_gpu if event.kind == "xid" and event.value is not None)
-    found += [f"XID {xid}{_times(count)}" for xid, count in xids.items()]
-    if errors := _most(metric(rows, "ecc_uncorrected")):
-        found.append(f"{_count(int(errors), 'uncorrected memory error')}")
+    if xids:
+        by_topic["xid"] = ", ".join(f"XID {xid}{_times(count)}" for xid, count in xids.items())
+    others = Counter(event.kind for event in of_gpu if _TOPICS.get(event.kind, event.kind) not in by_topic)
+    return [*by_topic.values(), *(f"{words_of(kind)}{_times(count)}" for kind, count in others.items())]
+
+
+def _told_by_readings(gpu: GpuId, rows: Rows) -> Iterator[tuple[str, str]]:
+    """Yield what the readings are about, and what they say; "" is nothing."""
+    lost = is_lost(rows)
+    yield "lost", ("lost" if lost[-1] else "lost for a while") if lost.any() else ""
+    errors = _most(metric(rows, "ecc_uncorrected"))
+    yield "ecc", _count(int(errors), "uncorrected memory error") if errors else ""
     if _most(metric(rows, "has_failed_remap")):
-        found.append("row remapping failed")
+        yield "remap", "row remapping failed"
     elif _most(metric(rows, "has_pending_remap")):
-        found.append("memory repair pending (needs a reset)")
+        yield "remap", "memory repair pending (needs a reset)"
     if action := _newest(metric(rows, "recovery_action")):
         name = GPUSample(uuid=gpu.uuid, index=gpu.index, name=gpu.name, recovery_action=int(action)).recovery_name
-        found.append(f"needs {str(name).replace('_', ' ')}")
-    found += _slowdowns(metric(rows, "throttle_reasons"))
-    others = Counter(event.kind for event in of_gpu if event.kind not in {"xid", "gpu_lost"})
-    return found + [f"{words_of(kind)}{_times(count)}" for kind, count in others.items()]
-
-
-def _slowdowns(reasons: Series) -> list[str]:
+        yield "recovery", f"needs {str(name).replace('_', ' ')}"
+    reasons = metric(rows, "throttle_reasons")
     bits = reasons[~np.isnan(reasons)].astype(np.int64)
-    found = []
-    for mask, words in ((_HEAT, "slowed by heat"), (_BRAKE, "slowed by the power brake")):
-        if share := float(np.mean((bits & mask) != 0)) if bits.size else 0.0:
-            found.append(f"{words} {_share(share)} of the time")
-    if not found and bits.size and (share := float(np.mean((bits & _HARDWARE) != 0))):
-        found.append(f"slowed by its hardware {_share(share)} of the time")
-    return found
+    heat, brake, hardware = (_share(bits, mask) for mask in (_HEAT, _BRAKE, _HARDWARE))
+    yield "heat", f"slowed by heat {heat}" if heat else ""
+    yield "brake", f"slowed by the power brake {brake}" if brake else ""
+    yield "hardware", f"slowed by its hardware {hardware}" if hardware and not heat and not brake else ""
 
 
-def _share(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.01 else "under 1 %"  # noqa: PLR2004
+def _share(bits: npt.NDArray[np.int64], mask: int) -> str:
+    """Return how much of the time some bits were set, in words; "" is never."""
+    share = float(np.mean((bits & mask) != 0)) if bits.size else 0.0
+    if not share:
+        return ""
+    return f"{100 * share:.0f} % of the time" if share >= 0.01 else "under 1 % of the time"  # noqa: PLR2004
 
 
 def _number(value: float | None, unit: str, of: float | None = None) -> str:

@@ -322,3 +322,39 @@ def test_a_report_that_cannot_be_written_leaves_the_older_one(tmp_path: Path) ->
 def test_the_data_is_plain_json(tmp_path: Path) -> None:
     head = decode_report(render_report(window({gpu(0): healthy(2)}), poll_seconds=10)).head
     assert json.loads(json.dumps(head, allow_nan=False)) == head
+
+
+# ---- incidents -------------------------------------------------------------------------------------------------------
+
+
+def test_what_readings_and_events_tell_alike_is_said_once() -> None:
+    values = {each: healthy(100) for each in gpus(8)}
+    values[gpu(3)][PLACE["throttle_reasons"], 75:] = 0x48
+    values[gpu(3)][PLACE["is_lost"], 90:] = 1
+    kinds = ("thermal_throttling", "gpu_lost", "hot", "hot", "power_capped", "thermal_throttling_over")
+    events = [happened(kind, uuid=gpu(3).uuid) for kind in kinds]
+    page = render_report(window(values), events, poll_seconds=10)
+    assert details(page) == ["GPU 3: lost, slowed by heat 25 % of the time, hot (2 times)."]
+    only_events = render_report(window({gpu(3): healthy(100)}), events[:2], poll_seconds=10)
+    assert headline(only_events) == "The GPU had trouble in 16 min."
+    assert details(only_events) == ["GPU 3: thermal throttling, GPU lost."]
+
+
+def test_each_incident_has_its_own_end() -> None:
+    one, other = gpu(0).uuid, gpu(1).uuid
+    events = [
+        happened("hot", "a", uuid=one, poll=1),
+        happened("hot", "a", uuid=one, poll=5),
+        happened("hot_over", "b", uuid=one, poll=3),
+        happened("hot_over", "b", uuid=other, poll=4),
+        happened("gpu_lost", "c", uuid=other, poll=2),
+        happened("gpu_back", "d", uuid=other, poll=6),
+        happened("node_stale", "e", poll=2),
+    ]
+    head = decode_report(render_report(window({gpu(0): healthy(9), gpu(1): healthy(9)}), events, poll_seconds=10)).head
+    ends = {event["text"]: event["ends"] for event in head["events"] if event["trouble"]}
+    assert ends == {"a": [START_SECONDS + 30, None], "c": [START_SECONDS + 60], "e": [None]}
+    assert {event["text"]: event["trouble"] for event in head["events"]} == {
+        **dict.fromkeys("ace", True),
+        **dict.fromkeys("bd", False),
+    }

@@ -18,10 +18,20 @@ class EventStrip {
       pen.fillRect(GUTTER, 20 * lane + 11, width - GUTTER - RIGHT, 1);
     });
     this.marks = [];
+    const inside = (x) => Math.max(GUTTER, Math.min(x, width - RIGHT));
+    pen.globalAlpha = 0.35;
     for (const event of this.data.events)
-      for (const seconds of event.times)
+      event.times.forEach((seconds, number) => {
+        const end = event.ends[number], y = 20 * this.lanes.indexOf(event.trouble) + 11.5;
+        if (end !== null && end >= view.from && seconds <= view.to) {
+          const [low, high] = [seconds, end].map((each) => inside(view.xOf(each, width)));
+          pen.fillStyle = ink(event.trouble ? "trouble" : "soft");
+          pen.fillRect(low, y - 2.5, Math.max(1, high - low), 5);
+        }
         if (seconds >= view.from && seconds <= view.to)
-          this.marks.push({ event, seconds, x: view.xOf(seconds, width), y: 20 * this.lanes.indexOf(event.trouble) + 11.5 });
+          this.marks.push({ event, seconds, end, x: view.xOf(seconds, width), y });
+      });
+    pen.globalAlpha = 1;
     this.marks.sort((one, other) => one.x - other.x);
     const drawn = [-Infinity, -Infinity], colours = [ink("soft"), ink("trouble")];
     pen.strokeStyle = ink("ground");

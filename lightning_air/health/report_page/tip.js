@@ -46,11 +46,15 @@ function eventTip(data, marks) {
     const box = element("div", "");
     box.append(
       element("div", event.trouble ? "bad" : "", `${event.kind} · ${eventPlace(data, event)}`),
-      element("div", "where", timeWords(mark.seconds) + count), element("p", "", event.text));
+      element("div", "where", timeWords(mark.seconds) + untilWords(mark) + count), element("p", "", event.text));
     return box;
   });
   if (seen.length > 5) content.push(element("p", "where", `and ${seen.length - 5} more here`));
   return content;
+}
+
+function untilWords(mark) {
+  return mark.end === null ? "" : ` to ${timeWords(mark.end)} (${durationWords(mark.end - mark.seconds)})`;
 }
 
 function eventPlace(data, event) {
