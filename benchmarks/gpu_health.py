@@ -1,4 +1,4 @@
-"""What GPUHealth costs: a sweep, its hook, a training step with it ÷ without, memory, points in 30 days.
+"""What GPUHealth costs: a sweep, the rules, its hook, a training step with it ÷ without, memory, points in 30 days.
 
 The GPUs are those of the tests' stub of NVML, loaded through pynvml as NVIDIA's library is: the cost of Python and of
 ctypes is real, that of the driver is missing. On ÷ off is a ratio of two Trainers in one process that take turns; on a
@@ -10,6 +10,7 @@ there, which it needs on a CPU.
 
 import argparse
 import importlib.util
+import itertools
 import logging
 import statistics
 import tempfile
@@ -27,7 +28,10 @@ from torch.utils.data import DataLoader
 from benchmarks.step_time import BATCH, Samples, Stack
 from lightning_air import GPUHealth
 from lightning_air.health.aggregates import NAMES
-from lightning_air.health.history import METRICS, GpuId, History
+from lightning_air.health.default_rules import default_rules
+from lightning_air.health.events import EventLog
+from lightning_air.health.history import METRICS, GpuId, History, row_of
+from lightning_air.health.judge import Judge
 from lightning_air.health.reader import GpuReader
 from tests.health.records import KeepRecords
 from tests.kit.nvml_stub import stub_in_use
@@ -67,6 +71,24 @@ def sweep_milliseconds(num_sweeps: int) -> tuple[float, float]:
     return times[0], statistics.median(times[1:])
 
 
+def rules_milliseconds(num_gpus: int, num_polls: int) -> float:
+    """Return the median of looking at all default rules for the GPUs of a run, whose values change a little."""
+    judge = Judge(default_rules(), poll_seconds=10.0, events=EventLog(), clock=itertools.count(0.0, 10.0).__next__)
+    samples = GpuReader().sweep()
+    rows = {
+        GpuId(f"GPU-{number}", number % NUM_GPUS, samples[0].name, number // NUM_GPUS): row_of(
+            samples[number % len(samples)], None
+        )
+        for number in range(num_gpus)
+    }
+    times = []
+    for _ in range(num_polls):
+        begun = time.perf_counter()
+        judge.take(rows)
+        times.append(1000 * (time.perf_counter() - begun))
+    return statistics.median(times)
+
+
 def train(callbacks: list[Callback], num_steps: int) -> tuple[float, float, Trainer]:
     """Return the median wall-clock step and the mean CPU step, in seconds."""
     times = Times()
@@ -77,12 +99,13 @@ def train(callbacks: list[Callback], num_steps: int) -> tuple[float, float, Trai
 
 
 def hook_microseconds() -> float:
-    """Return what one call of the hook costs while nothing is due."""
+    """Return what the hooks of one step cost together while nothing is due."""
     health = GPUHealth()
     _, _, trainer = train([health], 3)
     begun = time.perf_counter()
     for _ in range(100_000):
-        health.on_train_batch_end(trainer, None, None, None, 0)
+        health.on_train_batch_start(trainer, trainer.lightning_module, None, 0)
+        health.on_train_batch_end(trainer, trainer.lightning_module, None, None, 0)
     return (time.perf_counter() - begun) * 10
 
 
@@ -121,7 +144,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, stub_in_use(Path(folder, "nvml"), NUM_GPUS):
         first, later = sweep_milliseconds(500)
         print(f"sweep of {NUM_GPUS} GPUs: {later:.2f} ms (the first {first:.2f} ms)")
-        print(f"hook per step: {hook_microseconds():.2f} us")
+        print(f"{len(default_rules())} rules, 64 GPUs: {rules_milliseconds(64, 200):.2f} ms per poll")
+        print(f"hooks per step: {hook_microseconds():.2f} us")
         for poll_seconds in (10.0, 0.1):
             ratios = on_and_off(lambda: [GPUHealth(poll_seconds=poll_seconds)], options.rounds, options.steps)  # noqa: B023
             print(f"step on / off, a poll every {poll_seconds:g} s: {ratios}")

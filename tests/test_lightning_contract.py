@@ -575,11 +575,14 @@ def test_a_private_name_is_as_we_know_it(check: Callable[[], None], breaks: str)
 # Private names that are nobody's to move: `os._exit`, `NamedTuple._replace`, and marks of our own on others' objects.
 NO_HOSTS = {
     "_MEM_FORMAT_ENCODING",
+    "_C",
     "_StorageInfo",
     "_SubParsersAction",
     "_air_checkpointed",
     "_air_compiled",
     "_asdict",
+    "_current_frames",
+    "_distributed_c10d",
     "_exit",
     "_get",
     "_replace",

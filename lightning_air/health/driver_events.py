@@ -9,6 +9,7 @@ from lightning_air.health.events import EventLog
 from lightning_air.health.nvml import Nvml, NvmlError, NvmlEvent
 from lightning_air.health.sampler import FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS
 from lightning_air.health.selection import select_gpus
+from lightning_air.health.xids import meaning
 from lightning_air.runtime import detect_gpu_visibility
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class DriverEvents:
             )
         else:
             message = (
-                f"{where}: the driver tells of an error, XID {event.xid}. NVIDIA's list of XIDs says what it means; "
+                f"{where}: the driver tells of an error, XID {event.xid}. {meaning(event.xid)}. "
                 "`dmesg` on that node has the details."
             )
             self._events.add("xid", message, uuid=event.uuid, value=float(event.xid))

@@ -26,12 +26,13 @@ class HealthEvent:
 
     Attributes:
         kind: "xid", "double_bit_ecc", "gpu_lost", "gpu_back", "nvml_absent", "nvml_lost", "nvml_back", "nvml_silent",
-            "not_read", "node_stale", "node_back", "store_lost", ….
+            "not_read", "node_stale", "node_back", "store_lost", …; the name of a rule that a GPU has broken, and with
+            "_over" behind it when that is over.
         message: What, where and what to do, in a sentence.
         time_seconds: When, in seconds since the epoch, by the clock of the node where it happened.
         node_rank: The node.
         uuid: The GPU; None where it concerns all of them, or none.
-        value: The XID, for "xid".
+        value: The XID, for "xid"; what a rule has looked at.
     """
 
     kind: str
@@ -57,30 +58,49 @@ class EventLog:
         self._events: deque[HealthEvent] = deque(maxlen=MAX_EVENTS)
         self._own: deque[HealthEvent] = deque(maxlen=MAX_EVENTS)
         self._num_said: Counter[tuple[object, ...]] = Counter()
+        self._num_events = 0
         self._num_own = 0
         self._num_xids = 0
 
-    def add(self, kind: str, message: str, *, uuid: str | None = None, value: float | None = None) -> None:
-        """Add an event of this node, and log its message as a warning."""
+    def add(
+        self,
+        kind: str,
+        message: str,
+        *,
+        uuid: str | None = None,
+        value: float | None = None,
+        node_rank: int | None = None,
+        level: int = logging.WARNING,
+    ) -> None:
+        """Add an event that was seen here, and log its message.
+
+        Args:
+            kind: Of the event.
+            message: Of the event.
+            uuid: The GPU.
+            value: Of the event.
+            node_rank: Where it happened; default: on this node.
+            level: Of `logging`.
+        """
         event = HealthEvent(
             kind=kind,
             message=message,
             time_seconds=self._clock(),
-            node_rank=self._node_rank,
+            node_rank=self._node_rank if node_rank is None else node_rank,
             uuid=uuid,
             value=value,
         )
         with self._lock:
             self._own.append(event)
-            self._events.append(event)
+            self._append(event)
             self._num_own += 1
             self._num_xids += kind == "xid"
-        self._log(event, message)
+        self._log(event, message, level)
 
     def add_from(self, event: HealthEvent) -> None:
         """Add an event of another node, and log it with the node's number."""
         with self._lock:
-            self._events.append(event)
+            self._append(event)
         if event.kind not in _SAID_BY_OWN_NODE_ONLY:
             self._log(event, f"Node {event.node_rank}: {event.message}")
 
@@ -89,6 +109,12 @@ class EventLog:
         with self._lock:
             num_new = min(self._num_own - number, len(self._own))
             return self._num_own, list(self._own)[len(self._own) - num_new :]
+
+    def since(self, number: int) -> tuple[int, list[HealthEvent]]:
+        """Return how many events there have been, and those after the first `number`, if they are still kept."""
+        with self._lock:
+            num_new = min(self._num_events - number, len(self._events))
+            return self._num_events, list(self._events)[len(self._events) - num_new :]
 
     @property
     def num_xids(self) -> int:
@@ -107,10 +133,14 @@ class EventLog:
         with self._lock:
             return list(self._events)
 
-    def _log(self, event: HealthEvent, message: str) -> None:
-        alike = (event.kind, event.node_rank, event.uuid, event.value)
+    def _append(self, event: HealthEvent) -> None:
+        self._events.append(event)
+        self._num_events += 1
+
+    def _log(self, event: HealthEvent, message: str, level: int = logging.WARNING) -> None:
+        alike = (event.kind, event.node_rank, event.uuid, event.value if event.kind == "xid" else None)
         with self._lock:
             self._num_said[alike] += 1
             number = self._num_said[alike]
         if number <= _MAX_SAID:
-            log.warning("%s%s", message, " (Not said again; it is still counted.)" if number == _MAX_SAID else "")
+            log.log(level, "%s%s", message, " (Not said again; it is still counted.)" if number == _MAX_SAID else "")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lightning_air.health.driver_events import DriverEvents
 from lightning_air.health.events import EventLog
 from lightning_air.health.history import History
+from lightning_air.health.judge import Judge
 from lightning_air.health.nodes import Nodes, OpenStore
 from lightning_air.health.sampler import Sampler
 from lightning_air.health.threads import Background, close_all
@@ -46,9 +47,18 @@ class NodeWatch:
         poll_seconds: The time between two polls.
         history: Gets what is read; kept from one watch to the next, it goes on.
         events: Get what happens; kept likewise.
+        judge: Looks at what is new, on rank 0.
     """
 
-    def __init__(self, place: Place, *, poll_seconds: float, history: History, events: EventLog) -> None:
+    def __init__(
+        self,
+        place: Place,
+        *,
+        poll_seconds: float,
+        history: History,
+        events: EventLog,
+        judge: Judge | None = None,
+    ) -> None:
         self.history = history
         self.events = events
         self.sampler = Sampler(
@@ -67,6 +77,7 @@ class NodeWatch:
             reads_all=place.is_rank_zero,
             poll_seconds=poll_seconds,
             open_store=place.open_store,
+            take_news=judge.take if judge is not None and place.is_rank_zero else None,
         )
         self._threads = (
             Background("air-gpu-sampler", self.sampler.run),

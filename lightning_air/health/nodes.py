@@ -31,6 +31,7 @@ _MAX_EVENTS_SENT = 20
 _STORE_SECONDS = 1.0
 
 OpenStore = Callable[[], dist.Store]
+TakeNews = Callable[[dict[GpuId, Row]], object]
 
 
 def open_store(address: str, port: int, prefix: str) -> dist.Store:
@@ -126,6 +127,7 @@ class Nodes:
         reads_all: Rank 0 is here.
         poll_seconds: The time between two polls.
         open_store: Opens the store; not called with one node.
+        take_news: Told after every exchange the readings that are new; may be none.
         host: Reads what can be told without NVML.
         clock: Seconds, for what takes how long.
     """
@@ -141,6 +143,7 @@ class Nodes:
         reads_all: bool,
         poll_seconds: float,
         open_store: OpenStore | None,
+        take_news: TakeNews | None = None,
         host: Callable[[], dict[str, float]] = read_host,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -151,6 +154,7 @@ class Nodes:
         self._poll_seconds = poll_seconds
         self._silent_seconds = max(SILENT_POLLS * poll_seconds, MIN_SILENT_SECONDS)
         self._open_store = open_store if num_nodes > 1 else None
+        self._take_news = take_news
         self._host = host
         self._clock = clock
         self._store: dist.Store | None = None
@@ -173,16 +177,24 @@ class Nodes:
         """Look after this node, tell of it, and on rank 0 hear of the others. Raises nothing."""
         now = self._clock()
         report = self._report()
-        self._own.hear(report, now)
+        news = dict(report.gpus) if self._own.hear(report, now) else {}
         self._judge(self._node_rank, self._own, now)
-        if self._open_store is None:
-            return
+        if self._open_store is not None:
+            self._exchange_with_others(self._open_store, report, news, now)
+        if self._take_news is not None:
+            try:
+                self._take_news(news)
+            except Exception:
+                self._take_news = None
+                log.exception("The rules have failed, and are not looked at from now on; the GPUs are still watched.")
+
+    def _exchange_with_others(self, open_store: OpenStore, report: Report, news: dict[GpuId, Row], now: float) -> None:
         try:
             if self._store is None:
-                self._store = self._open_store()
+                self._store = open_store()
             self._store.set(_key(self._node_rank), report.encode())
             for rank, node in self._others.items():
-                self._hear(rank, node, self._store, now)
+                news.update(self._hear(rank, node, self._store, now))
             self._store_seconds = now
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
             self._lose_store(error, now)
@@ -232,17 +244,20 @@ class Nodes:
             events=tuple(newest[-_MAX_EVENTS_SENT:]),
         )
 
-    def _hear(self, rank: int, node: _Node, store: dist.Store, now: float) -> None:
+    def _hear(self, rank: int, node: _Node, store: dist.Store, now: float) -> dict[GpuId, Row]:
+        """Read what another node says, and return its GPUs' readings if they are new."""
         if not store.check([_key(rank)]):
-            return
+            return {}
         report = Report.decode(store.get(_key(rank)))
         num_before = node.report.num_events if node.report is not None else 0
         num_new = min(report.num_events - num_before, len(report.events))
         for event in report.events[len(report.events) - num_new :] if num_new > 0 else ():
             self._events.add_from(event)
-        if node.hear(report, now) and report.gpus:
-            # By our clock: another one may be hours off, and would move the history there.
-            self._history.append(time.time(), report.gpus)
+        if not node.hear(report, now) or not report.gpus:
+            return {}
+        # By our clock: another one may be hours off, and would move the history there.
+        self._history.append(time.time(), report.gpus)
+        return report.gpus
 
     def _judge(self, rank: int, node: _Node, now: float) -> None:
         """Say when a node has fallen silent, and when it is heard again."""

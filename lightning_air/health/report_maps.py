@@ -103,10 +103,8 @@ def _grown(*metrics: str) -> Callable[[Rows, float], Series]:
 
 
 def _lacking_lanes(rows: Rows, _: float) -> Series:
-    """Return by how many lanes the PCIe link is narrower than it has been."""
-    width = metric(rows, "pcie_width")
-    known = width[~np.isnan(width)]
-    return float(known.max()) - width if known.size else width
+    """Return by how many lanes the PCIe link is narrower than it can be."""
+    return np.maximum(metric(rows, "pcie_width_max") - metric(rows, "pcie_width"), 0.0)
 
 
 MAPS = (
@@ -242,7 +240,7 @@ MAPS = (
         key="pcie_lanes_lost",
         title="Lost PCIe lanes",
         unit="",
-        note="against the widest link in this time",
+        note="against what the GPU and its slot can have",
         series=_lacking_lanes,
         only_if_any=True,
         low=0,

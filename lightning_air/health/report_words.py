@@ -30,6 +30,7 @@ _TOPICS = {
     "double_bit_ecc": "ecc",
     "remap_failed": "remap",
     "remap_pending": "remap",
+    "retirement_pending": "remap",
     "recovery_needed": "recovery",
     "thermal_throttling": "heat",
     "power_brake": "brake",
@@ -175,7 +176,7 @@ def _told_by_readings(gpu: GpuId, rows: Rows) -> Iterator[tuple[str, str]]:
     yield "ecc", _count(int(errors), "uncorrected memory error") if errors else ""
     if _most(metric(rows, "has_failed_remap")):
         yield "remap", "row remapping failed"
-    elif _most(metric(rows, "has_pending_remap")):
+    elif _most(metric(rows, "has_pending_remap")) or _most(metric(rows, "has_pending_retirement")):
         yield "remap", "memory repair pending (needs a reset)"
     if action := _newest(metric(rows, "recovery_action")):
         name = GPUSample(uuid=gpu.uuid, index=gpu.index, name=gpu.name, recovery_action=int(action)).recovery_name

@@ -17,7 +17,9 @@ from lightning_air.health import callback
 from lightning_air.health.aggregates import NAMES
 from lightning_air.health.callback import GPUHealth
 from lightning_air.health.history import METRICS
+from lightning_air.health.judge import Judge
 from lightning_air.health.node_watch import NodeWatch
+from lightning_air.health.rules import Rule
 from tests.health.records import KeepRecords
 from tests.kit.nvml_stub import GPU_IS_LOST, UNKNOWN, NvmlStub, compiler_missing, use_stub
 from tests.kit.ranks import run_ranks
@@ -123,6 +125,34 @@ def test_without_nvml_training_goes_on_with_one_message(caplog: pytest.LogCaptur
     assert not any(name.startswith("gpu_health/") for _, record in logger.records for name in record)
 
 
+def test_rules_are_looked_at_while_the_trainer_runs(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    stub = machine(8)
+    stub.gpu(3).temperature = 91
+    rule = Rule("temperature_c", above=85, for_seconds=0.2, name="hot")
+    health = GPUHealth(poll_seconds=0.1, rules=[rule])
+    run("fit", health, Pace())
+    told = [record.getMessage() for record in caplog.records if "hot: temperature_c is 91" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("GPU 3 (GPU-00000003-0000-0000-0000-000000000000, NVIDIA H100 80GB HBM3) of node 0: hot:")
+    assert health.events is not None
+    assert [event.kind for event in health.events.all] == ["hot"]
+
+
+def test_rules_that_fail_are_said_once_and_training_goes_on(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Judge, "take", fail)
+    logger = KeepRecords()
+    assert run("fit", GPUHealth(poll_seconds=0.1), Pace(), logger=logger).global_step == 8
+    assert caplog.text.count("The rules have failed") == 1
+    assert logger.health()
+
+
 # ---- it never breaks what it observes --------------------------------------------------------------------------------
 
 
@@ -220,7 +250,7 @@ def test_a_watch_that_cannot_start_is_said_and_training_goes_on(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(callback, "NodeWatch", refuse)
+    monkeypatch.setattr(callback, "HealthRun", refuse)
     assert run("fit", GPUHealth(), logger=KeepRecords()).global_step == 8
     assert "GPU health is off." in caplog.text
 

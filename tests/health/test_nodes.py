@@ -20,6 +20,7 @@ from lightning_air.health.events import EventLog
 from lightning_air.health.history import METRICS, GpuId, History, row_of
 from lightning_air.health.node_watch import NodeWatch, Place
 from lightning_air.health.nodes import Nodes, Report, open_store
+from lightning_air.health.rules import Rule
 from lightning_air.health.sample import GPUSample
 from lightning_air.health.sampler import Sampler
 from lightning_air.runtime import detect_launch
@@ -73,6 +74,7 @@ class Node:
         self.events = EventLog(node_rank)
         self.history = History(100, 10.0)
         self.sampler = FakeSampler(self.history, self.events)
+        self.news: list[list[tuple[str, int]]] = []
         self.nodes = Nodes(
             sampler=self.sampler,
             events=self.events,
@@ -82,6 +84,7 @@ class Node:
             reads_all=node_rank == 0,
             poll_seconds=10.0,
             open_store=self.open_store,
+            take_news=lambda rows: self.news.append([(gpu.uuid, gpu.node_rank) for gpu in rows]),
             host=lambda: {"host/cpu_pct/mean": 50.0 * node_rank},
             clock=clock,
         )
@@ -119,6 +122,18 @@ def test_rank_0_sees_the_gpus_of_all_nodes() -> None:
     places = {(gpu.uuid, gpu.node_rank) for gpu in first.history.window().values}
     assert ("GPU-b", 1) in places
     assert ("GPU-c", 1) in places
+
+
+def test_each_reading_of_each_node_is_news_once() -> None:
+    first, second, _ = two_nodes()
+    second.polls(sample("GPU-b"))
+    first.polls(sample("GPU-a"))
+    first.nodes.exchange()
+    second.polls(sample("GPU-b"))
+    first.nodes.exchange()
+    first.store = None
+    first.polls(sample("GPU-a"))
+    assert first.news == [[("GPU-a", 0), ("GPU-b", 1)], [], [("GPU-b", 1)], [("GPU-a", 0)]]
 
 
 def test_a_node_that_is_silent_for_three_polls_is_stale_and_said_so() -> None:
@@ -467,6 +482,53 @@ def test_two_nodes_of_two_ranks_have_one_sampler_each_and_all_their_gpus_appear(
     assert told[2]["gpus"] == [(1, "GPU-10000000"), (1, "GPU-11000000")]
     assert [each["last"] is not None for each in told] == [True, False, False, False]
     assert all(each["events"] == [] for each in told)
+
+
+def _train_on_two_nodes_until_stopped(folder: str) -> dict[str, Any]:
+    node_rank = int(__import__("os").environ["NODE_RANK"])
+    stub = NvmlStub(Path(folder, f"nvml-{node_rank}"), num_gpus=2)
+    stub.gpu(1).uuid = f"GPU-{node_rank}".encode()
+    use_stub(stub.path)
+
+    class Heats(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_rank == 3 and trainer.fit_loop.total_batch_idx >= 3:
+                stub.gpu(1).temperature = 95
+            time.sleep(0.01)
+
+    rule = Rule("temperature_c", above=90, action="checkpoint_stop")
+    health = GPUHealth(poll_seconds=0.2, rules=[rule], folder=folder)
+    trainer = Trainer(
+        **fast_trainer_kwargs(
+            Path.cwd(),
+            strategy=AirStrategy(),
+            devices=2,
+            max_epochs=1_000,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+            callbacks=[health, Heats()],
+        )
+    )
+    data = loader(4, trainer.global_rank, batch_size=2)
+    trainer.fit(Regression(), data, data)
+    return {
+        "step": trainer.global_step,
+        "reason": health.stop_reason,
+        "events": [(event.kind, event.node_rank) for event in health.events.all] if health.events else [],
+    }
+
+
+@needs_compiler
+def test_a_sick_gpu_of_one_node_stops_the_ranks_of_all_nodes_after_one_step(tmp_path: Path) -> None:
+    for node_rank in range(2):
+        NvmlStub(tmp_path / f"nvml-{node_rank}", num_gpus=2)
+    arguments = (str(tmp_path),)
+    told = values(run_ranks(_train_on_two_nodes_until_stopped, 4, nodes=2, args=arguments, timeout_seconds=240))
+    assert len({(each["step"], each["reason"]) for each in told}) == 1
+    assert told[0]["reason"].startswith("GPU 1 (GPU-1, NVIDIA H100 80GB HBM3) of node 1: temperature_c is 95 °C, above")
+    assert told[0]["events"] == [("temperature_c", 1), ("stopped", 0)]
+    assert [each["events"] for each in told[1:]] == [[], [("stopped", 1)], []]
+    assert (tmp_path / f"gpu_health-step={told[0]['step']}.ckpt").exists()
 
 
 def _watch_one_node_of_two(folder: str) -> dict[str, Any]:

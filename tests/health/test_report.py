@@ -199,6 +199,7 @@ def test_nothing_was_wrong() -> None:
         ("is_lost", 1, "lost"),
         ("ecc_uncorrected", 2, "2 uncorrected memory errors"),
         ("has_failed_remap", 1, "row remapping failed"),
+        ("has_pending_retirement", 1, "memory repair pending (needs a reset)"),
         ("has_pending_remap", 1, "memory repair pending (needs a reset)"),
         ("recovery_action", 1, "needs gpu reset"),
         ("throttle_reasons", 0x48, "slowed by heat 25 % of the time"),
@@ -287,14 +288,15 @@ def test_every_metric_has_a_place_or_is_left_out_on_purpose() -> None:
     for name in METRICS:
         rows = np.full((len(METRICS), 4), np.nan, dtype=np.float32)
         rows[PLACE["memory_total_bytes"]] = 100
+        rows[PLACE["pcie_width_max"]] = 16
         before = [map_.series(rows, 10) for map_ in MAPS]
         rows[PLACE[name]] = [1, 2, 3, 4]
         after = [map_.series(rows, 10) for map_ in MAPS]
         if any(not np.array_equal(one, other, equal_nan=True) for one, other in zip(before, after, strict=True)):
             drawn.add(name)
-    in_words = {"has_pending_remap", "has_failed_remap", "recovery_action", "is_lost"}
-    scale_of_others = {"memory_total_bytes", "power_limit_w", "sm_clock_max_mhz"}
-    not_shown = {"throttled_power_seconds", "pcie_generation"}  # usual: it saves power when idle
+    in_words = {"has_pending_remap", "has_pending_retirement", "has_failed_remap", "recovery_action", "is_lost"}
+    scale_of_others = {"memory_total_bytes", "power_limit_w", "sm_clock_max_mhz", "pcie_width_max"}
+    not_shown = {"throttled_power_seconds", "pcie_generation", "pcie_generation_max"}  # usual: it saves power when idle
     assert set(METRICS) - drawn == in_words | scale_of_others | not_shown
 
 

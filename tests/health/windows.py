@@ -21,6 +21,7 @@ HEALTHY = {
     "sm_clock_mhz": 1900.0,
     "sm_clock_max_mhz": 1980.0,
     "pcie_width": 16.0,
+    "pcie_width_max": 16.0,
     "pcie_generation": 5.0,
 }
 
