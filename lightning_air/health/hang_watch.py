@@ -6,14 +6,15 @@ artifacts. With `abort` every process then leaves a marker and ends: within
 
     limit + check_seconds + GATHER_SECONDS + SEND_SECONDS + LEAVE_SECONDS
 
-of the last mark, where the limit is what `HangRule` says; a store that does not answer adds ANSWER_SECONDS. The thread
-needs Python's lock: a rank whose loop keeps it, or whose process is stopped, does not answer, and the others tell that.
+of the last mark, where the limit is what `HangRule` says. A store that does not answer adds ANSWER_SECONDS, a file
+system that does not adds a few times FILE_SECONDS. The thread needs Python's lock: a rank whose loop keeps it, or whose
+process is stopped, does not answer, and the others tell that.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_air.health.patient_store import RankStore
 from lightning_air.health.progress import Progress
 from lightning_air.health.sending import SEND_SECONDS, Sender
 from lightning_air.health.stacks import all_stacks, where_is
+from lightning_air.health.threads import done_within
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ GATHER_SECONDS = 15.0
 """How long rank 0 waits for the others' reports."""
 LEAVE_SECONDS = 5.0
 """How long rank 0, in whose process the store may be, waits for the others to end."""
+FILE_SECONDS = 5.0
+"""How long writing files may take."""
 _MAX_COLLECTIVES_SHOWN = 20
 # A look that comes so late after the one before counts for less: the process was stopped, and not its loop alone.
 _MAX_LOOKS_COUNTED = 3
@@ -203,9 +207,10 @@ class HangWatch:
         action = self._rule.action if self._rule is not None else "warn"
         message = self._message(name, verdict, reports)
         self._tell("hang", message, logging.INFO if action == "log" else logging.WARNING)
-        with suppress(OSError):
-            (self._folder / name / "hang.txt").write_text(message + "\n")
-            self._sender.send_files(sorted((self._folder / name).iterdir()), name)
+        paths = self._write_files(name, {"hang.txt": message + "\n"})
+        names = [_file_name(rank) for rank in sorted(reports)]
+        if paths:
+            self._sender.send_files([*paths, *(self._folder / name / each for each in names)], name)
         if action == "abort":
             self._sender.wait()  # before the others end: their end ends this process, too
             self._abort(number, message, reports, store)
@@ -255,7 +260,9 @@ class HangWatch:
         self, name: str, number: int, report: RankReport, store: RankStore | None, closed: threading.Event
     ) -> None:
         """On another rank: give rank 0 the report and, with `abort`, leave with it; or alone, if it does not answer."""
-        log.warning("%s. Its stacks are in %s.", report.describe(), self._folder / name)
+        is_quiet = self._rule is not None and self._rule.action == "log"
+        level = logging.INFO if is_quiet else logging.WARNING
+        log.log(level, "%s. Its stacks are in %s.", report.describe(), self._folder / name)
         message = f"The run has not gone on for {report.seconds:.0f} s. {report.describe()}."
         is_abort = self._rule is not None and self._rule.action == "abort"
         try:
@@ -280,13 +287,31 @@ class HangWatch:
         return message
 
     def _write(self, name: str, reports: Sequence[RankReport]) -> None:
-        try:
+        self._write_files(name, {_file_name(report.global_rank): report.stacks for report in reports})
+
+    def _write_files(self, name: str, texts: Mapping[str, str]) -> list[Path]:
+        """Write files into the folder of a hang, and return their paths; none if that fails, or takes too long."""
+        paths: list[Path] = []
+
+        def write() -> None:
             folder = self._folder / name
-            folder.mkdir(parents=True, exist_ok=True)
-            for report in reports:
-                (folder / f"rank-{report.global_rank}.txt").write_text(report.stacks)
-        except OSError as error:
-            log.warning("The stacks could not be written to %s: %s", self._folder, error)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for file_name, text in texts.items():
+                    (folder / file_name).write_text(text)
+            except OSError as error:
+                log.warning("The stacks could not be written to %s: %s", self._folder, error)
+            else:
+                paths.extend(folder / file_name for file_name in texts)
+
+        if not done_within(FILE_SECONDS, write):
+            log.warning("%s does not answer; the stacks are not written there.", self._folder)
+            return []
+        return paths
 
     def _key(self, what: str) -> str:
         return f"hang/{self._num_hangs}/{what}"
+
+
+def _file_name(global_rank: int) -> str:
+    return f"rank-{global_rank}.txt"

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_air.health.aborting import Aborting
 from lightning_air.health.events import EventLog
 from lightning_air.health.excluding import ExcludedNodes
-from lightning_air.health.hang_watch import HangWatch, RankPlace
+from lightning_air.health.hang_watch import FILE_SECONDS, HangWatch, RankPlace
 from lightning_air.health.hangs import HangRule
 from lightning_air.health.history import History
 from lightning_air.health.incidents import Incident
@@ -33,11 +33,12 @@ from lightning_air.health.rank_watch import RankWatch
 from lightning_air.health.rules import Rule
 from lightning_air.health.sending import Sender
 from lightning_air.health.stop_agreement import StopAgreement
-from lightning_air.health.threads import Background, close_all
+from lightning_air.health.threads import Background, close_all, done_within
 
 log = logging.getLogger(__name__)
 
 MAX_CHECK_SECONDS = 5.0
+ABORTED_TAG = "lightning_air.aborted_before"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,9 @@ class HealthRun:
         if self._events is not None:
             markers = take_markers(self._options.folder, self._place.node_rank, self._place.num_nodes)
             if markers:
-                self._events.add("aborted_before", describe_markers(markers))
+                message = describe_markers(markers)
+                self._events.add("aborted_before", message)
+                self._sender.send_tag(ABORTED_TAG, message)
         for thread in self._rank_threads:
             thread.start()
         if self._node_watch is not None:
@@ -141,8 +144,8 @@ class HealthRun:
         self._sender.meet(loggers if self._place.is_rank_zero else ())
 
     def close(self) -> None:
-        """End, within twice `CLOSE_SECONDS`. Idempotent."""
-        for thread in close_all(self._rank_threads, CLOSE_SECONDS):
+        """End, within one and a half `CLOSE_SECONDS`. Idempotent."""
+        for thread in close_all(self._rank_threads, CLOSE_SECONDS / 2):
             log.warning("Left behind, since the network or a file system does not answer: %s.", thread)
         self._rank_threads = []
         if self._node_watch is not None:
@@ -177,6 +180,6 @@ class HealthRun:
             global_rank=self._rank.global_rank,
             node_rank=self._rank.node_rank,
         )
-        leave_marker(self._options.folder, marker)
+        done_within(FILE_SECONDS, lambda: leave_marker(self._options.folder, marker))
         self._sender.wait()
         end_process(ABORT_EXIT_CODE)

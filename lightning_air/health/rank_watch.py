@@ -16,6 +16,8 @@ from lightning_air.health.patient_store import ANSWER_SECONDS, PatientStore, Ran
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 5.0
+# Rank 0, in whose process the store may be, ends a little before the others.
+_LOST_SECONDS = 30.0
 
 
 class Watched(Protocol):
@@ -54,7 +56,8 @@ class RankWatch:
         self._answer_seconds = answer_seconds
         self._clock = clock
         self._store: PatientStore | None = None
-        self._next_opening = clock()
+        self._next_opening = self._met_seconds = clock()
+        self._has_told = False
 
     def run(self, closed: threading.Event) -> None:
         """Look until told to end."""
@@ -70,6 +73,7 @@ class RankWatch:
     def look(self, closed: threading.Event) -> None:
         """Look once. Raises nothing that a store may raise."""
         self._connect()
+        self._tell_of_loss()
         for part in self._parts:
             try:
                 part.look(self._store, closed)
@@ -85,6 +89,17 @@ class RankWatch:
         except (RuntimeError, OSError) as error:
             log.debug("the ranks do not meet: %s", error)
             self._lose_store()
+
+    def _tell_of_loss(self) -> None:
+        now = self._clock()
+        if self._store is not None or self._open_store is None:
+            self._met_seconds = now
+        elif now - self._met_seconds > _LOST_SECONDS and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "This rank does not meet the others for GPU health: it finds a hang by itself only, and no rule can "
+                "stop all ranks. The process group has to be made through MASTER_ADDR and MASTER_PORT for that."
+            )
 
     def _lose_store(self) -> None:
         if self._store is not None:

@@ -43,7 +43,8 @@ class Rule:
         given: Conditions: the value is bad only while each of these signals is within its bounds, both included.
         clear_at: Where the value is good again: on the good side of the threshold, or the threshold itself (default).
         action: "log" tells it at level INFO, "warn" as a warning. "checkpoint_stop" warns and ends training on all
-            ranks at one step with a checkpoint; "abort" warns and ends all processes at once, without a checkpoint.
+            ranks at one step with a checkpoint (an evaluation goes on); "abort" warns and ends all processes at once,
+            without a checkpoint.
         excludes_node: Name the node in `excluded_nodes.json` and in a tag of the run. Nothing here acts upon it.
         name: Of the incident; default: the signal.
         advice: What to do, as a sentence; it ends the message.

@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 ARTIFACT_FOLDER = "gpu_health"
 SEND_SECONDS = 30.0
+MAX_TAG_CHARACTERS = 5000
 
 _Send = Callable[[Any, str], None]
 
@@ -55,8 +56,8 @@ class Sender:
         self._begin(send)
 
     def send_tag(self, name: str, value: str) -> None:
-        """Begin to set a tag of the run."""
-        self._begin(lambda client, run_id: client.set_tag(run_id, name, value))
+        """Begin to set a tag of the run; what is too long for one is cut."""
+        self._begin(lambda client, run_id: client.set_tag(run_id, name, value[:MAX_TAG_CHARACTERS]))
 
     def wait(self, seconds: float = SEND_SECONDS) -> None:
         """Wait for what was begun, but not longer."""

@@ -47,6 +47,22 @@ class Background:
             log.exception("The thread %s has failed; GPU health knows less from now on.", self._thread.name)
 
 
+def done_within(seconds: float, body: Callable[[], object]) -> bool:
+    """Do something on a thread of its own, and return whether it has ended in that time; else it is left behind.
+
+    For files: a file system whose server is gone blocks for ever whoever touches it.
+    """
+
+    def run(closed: threading.Event) -> None:
+        del closed  # nothing ends it
+        body()
+
+    thread = Background("air-health-files", run)
+    thread.start()
+    thread.join_until(time.monotonic() + seconds)
+    return not thread.is_running
+
+
 def close_all(threads: Sequence[Background], seconds: float) -> list[str]:
     """Tell threads to end, wait so long for all of them together, and return the names of those that have not ended."""
     for thread in threads:

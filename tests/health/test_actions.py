@@ -19,6 +19,7 @@ from lightning_air import AirMLflowLogger, AirStrategy, GPUHealth
 from lightning_air.health import Rule
 from lightning_air.health.aborting import Aborting
 from lightning_air.health.excluding import FILE_NAME, TAG
+from lightning_air.health.health_run import ABORTED_TAG
 from lightning_air.health.leaving import (
     ABORT_EXIT_CODE,
     Marker,
@@ -229,10 +230,13 @@ def test_one_rank_alone_stops_and_the_run_has_a_tag(tmp_path: Path, tmp_path_fac
     client = local_client(tmp_path_factory)
     client.create_experiment("hot", artifact_location=str(tmp_path / "artifacts"))
     uri = client._tracking_client.tracking_uri
+    marker = Marker(reason="GPU 7 fell off the bus.", time_seconds=0.0, global_rank=0, node_rank=0)
+    leave_marker(tmp_path / "files", marker)
     with stub_in_use(tmp_path / "nvml", 1):
         (told,) = values(run_ranks(train_alone, 1, args=(str(tmp_path), uri), warnings_as_errors=False))
     run = client.get_run(told["run_id"])
     assert told["reason"] == told["later_reason"] is not None
+    assert run.data.tags[ABORTED_TAG] == describe_markers([marker])
     assert run.data.tags[TAG] == "0: GPU-00000000-0000-0000-0000-000000000000"
     assert [file.path for file in client.list_artifacts(run.info.run_id, "gpu_health")] == [f"gpu_health/{FILE_NAME}"]
 
@@ -255,7 +259,10 @@ def train_alone(folder: str, uri: str) -> dict[str, Any]:
     reason = health.stop_reason
     assert Path(folder, "files", f"gpu_health-step={trainer.global_step}.ckpt").exists()
     deadline = time.monotonic() + 60
-    while TAG not in logger.experiment.get_run(logger.run_id).data.tags and time.monotonic() < deadline:
+    while (
+        not {TAG, ABORTED_TAG} <= logger.experiment.get_run(logger.run_id).data.tags.keys()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     while not logger.experiment.list_artifacts(logger.run_id, "gpu_health") and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -394,9 +401,9 @@ def test_a_logger_is_asked_for_its_run_by_the_thread_that_trains_and_once() -> N
     assert logger.asked_by == []
     sender.meet([logger, object(), Opens(object())])
     sender.meet([logger])
-    sender.send_tag("late", "2")
+    sender.send_tag("late", "2" * 10_000)
     sender.wait(20)
-    assert sorted(logger.experiment.tags) == [("run", "early", "1"), ("run", "late", "2")]
+    assert sorted(logger.experiment.tags) == [("run", "early", "1"), ("run", "late", "2" * 5_000)]
     assert logger.asked_by == [threading.current_thread().name]
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_air.health.patient_store import PatientStore, RankStore
 from lightning_air.health.rank_watch import RankWatch
+from lightning_air.health.threads import done_within
 
 
 class Sees:
@@ -113,3 +114,29 @@ def test_without_a_place_to_meet_it_looks_all_the_same() -> None:
     RankWatch([part], open_store=None, check_seconds=0.01).look(threading.Event())
     assert part.had_store == [False]
     assert store_threads() == []
+
+
+def test_a_rank_that_does_not_meet_the_others_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> dist.Store:
+        raise ConnectionRefusedError("nobody listens")
+
+    clock = Clock()
+    watch = RankWatch([Sees()], open_store=refuse, check_seconds=0.01, clock=clock)
+    for _ in range(30):
+        watch.look(threading.Event())
+        clock.seconds += 1.0
+    assert caplog.records == []
+    for _ in range(30):
+        clock.seconds += 1.0
+        watch.look(threading.Event())
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "This rank does not meet the others for GPU health"
+    ]
+    wait_until(lambda: not store_threads())
+
+
+def test_files_that_never_end_are_left_behind() -> None:
+    until = threading.Event()
+    assert not done_within(0.05, until.wait)
+    until.set()
+    assert done_within(20, until.wait)

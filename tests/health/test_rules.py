@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_air import GPUHealth
-from lightning_air.health import Rule, default_rules
+from lightning_air.health import HangRule, Rule, default_rules
 from lightning_air.health.signals import SIGNALS
 
 
@@ -105,10 +105,17 @@ def test_yaml_can_say_all_of_it(monkeypatch: pytest.MonkeyPatch, form: str) -> N
     rules: list[dict[str, Any]] = [RULE, {"signal": "xid", "any_of": [48, 79], "action": "abort"}]
     if form == "class_path":
         rules = [{"class_path": "lightning_air.health.Rule", "init_args": rule} for rule in rules]
-    options = {"class_path": "lightning_air.GPUHealth", "init_args": {"rules": rules}}
+    hang = {"multiple_of_step": 10, "min_seconds": 600, "pause_seconds": 3600, "action": "abort"}
+    options: dict[str, Any] = {
+        "class_path": "lightning_air.GPUHealth",
+        "init_args": {"rules": rules, "hang": hang, "folder": "f"},
+    }
     parsed = parser.parse_object({"callback": options})
     health = parser.instantiate_classes(parsed).callback
     assert health.rules == [Rule(**RULE), Rule("xid", any_of=(48, 79), action="abort")]
+    assert (health.hang, health.folder) == (HangRule(**hang), "f")
+    options["init_args"]["hang"] = None
+    assert parser.instantiate_classes(parser.parse_object({"callback": options})).callback.hang is None
 
 
 def test_every_field_of_a_rule_is_in_its_docstring_and_every_signal_is_a_plain_name() -> None:
