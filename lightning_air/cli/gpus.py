@@ -1,7 +1,8 @@
 """`lightning-air gpus`: what the GPUs of this machine say now, as a table or as JSON; with `--watch` again and again.
 
 It shows the GPUs that a training started in the same shell would see (CUDA_VISIBLE_DEVICES), and needs neither a
-training nor CUDA. With `--watch` it also tells of the driver's errors (XIDs) as they happen; Ctrl-C ends it.
+training nor CUDA. With `--watch` it also tells of the driver's errors (XIDs) as they happen; Ctrl-C ends it. With
+`--report FILE` it watches them for a while, and writes what it has seen as a page for the browser.
 """
 
 import argparse
@@ -12,8 +13,10 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from lightning_air.cli.gpu_report import report_gpus
 from lightning_air.health.events import EventLog
 from lightning_air.health.history import History
 from lightning_air.health.node_watch import NodeWatch, Place
@@ -30,7 +33,13 @@ _UNKNOWN = "-"
 
 def run(arguments: Sequence[str]) -> int:
     """Show the GPUs, and return 0; 1 if NVML is not there or does not answer, 2 for wrong arguments."""
-    options = _parser().parse_args(arguments[1:])
+    parser = _parser()
+    options = parser.parse_args(arguments[1:])
+    if options.report is not None:
+        if options.json:
+            parser.error("--report writes a page: it does not go with --json")
+        problem = report_gpus(options.report, seconds=options.seconds, interval=options.interval, pause=_pause)
+        return 0 if problem is None else _complain(problem)
     if options.watch:
         return _watch(options)
     try:
@@ -169,6 +178,10 @@ def _parser() -> argparse.ArgumentParser:
     times = parser.add_mutually_exclusive_group()
     times.add_argument("--once", action="store_true", help="show them once (the default)")
     times.add_argument("--watch", action="store_true", help="show them again and again, until Ctrl-C")
+    times.add_argument("--report", type=Path, metavar="FILE", help="watch them for --seconds, and write an HTML report")
+    parser.add_argument(
+        "--seconds", type=_seconds, default=60.0, metavar="SECONDS", help="how long --report watches (default: 60)"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON: one line with one list for each time")
     parser.add_argument(
         "--interval", type=_seconds, default=2.0, metavar="SECONDS", help="the time between two (default: 2)"

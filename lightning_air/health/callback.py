@@ -26,6 +26,9 @@ from lightning_air.health.node_watch import Place
 from lightning_air.health.nodes import OpenStore, open_store
 from lightning_air.health.progress import Progress
 from lightning_air.health.rules import Rule, check_names
+from lightning_air.health.scene import Scene
+from lightning_air.health.showing import Live, Showing, checked_live
+from lightning_air.health.step_times import StepTimes
 from lightning_air.runtime import detect_launch
 
 log = logging.getLogger(__name__)
@@ -69,9 +72,13 @@ class GPUHealth(Callback):
         hang: When a rank's loop hangs; None is never.
         folder: Where stacks, the reasons of aborts and the list of excluded nodes go; default: `gpu_health` in the
             Trainer's `default_root_dir`. Name one on a volume where the next attempt runs on another machine.
+        live: "table" shows the GPUs in the terminal of rank 0, "page" on a page of its machine, whose address is in
+            the log.
+        report: Whether rank 0 writes `gpu_health/report.html`, every ten minutes and at the end, to the `log_dir` of
+            a logger that has one, else to `default_root_dir`, and to the artifacts of the MLflow run.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of its range, or `live` is none of these.
         TypeError: A value is no number, or the Trainer comes from `pytorch_lightning`.
     """
 
@@ -84,6 +91,8 @@ class GPUHealth(Callback):
         rules: list[Rule] | None = None,
         hang: HangRule | None = _DEFAULT_HANG,
         folder: str | None = None,
+        live: Live = False,
+        report: bool = True,
     ) -> None:
         self.poll_seconds = _seconds("poll_seconds", poll_seconds, _MIN_POLL_SECONDS)
         self.history_seconds = _seconds("history_seconds", history_seconds, poll_seconds)
@@ -107,6 +116,10 @@ class GPUHealth(Callback):
         self._progress = Progress()
         self._last_global_step = 0
         self._stop_reason: str | None = None
+        self.live = checked_live(live)
+        self.report = report
+        self._showing: Showing | None = None
+        self._steps: StepTimes | None = None
         self._history: History | None = None
         self._events: EventLog | None = None
         self._next_log_seconds = math.inf
@@ -128,8 +141,8 @@ class GPUHealth(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what runs: copies and other processes start with the options only."""
-        fresh = {"_run": None, "_history": None, "_events": None, "_next_log_seconds": math.inf, "_stop_reason": None}
-        return {**vars(self), **fresh}
+        running = dict.fromkeys(("_run", "_history", "_events", "_showing", "_steps", "_stop_reason"))
+        return {**vars(self), **running, "_next_log_seconds": math.inf}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -168,6 +181,8 @@ class GPUHealth(Callback):
         """Mark the step, and leave with all other ranks if they have agreed to."""
         progress = self._progress
         progress.batch_end("training", batch_idx)
+        if self._steps is not None and trainer.global_step != self._last_global_step:
+            self._steps.note()
         if time.monotonic() >= self._next_log_seconds:
             self._log(trainer)
         if self._run is not None and self._run.stop.is_due(progress.mark.num_batches):
@@ -211,6 +226,8 @@ class GPUHealth(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_global_step = trainer.global_step
+        if self._steps is not None:
+            self._steps.begin()
         self._begin(trainer, "at the start of training")
 
     @override
@@ -293,12 +310,19 @@ class GPUHealth(Callback):
         self._run, self._progress = run, run.progress
         if place.is_rank_zero and trainer.loggers:
             self._next_log_seconds = time.monotonic() + self.log_every_seconds
+        if place.is_rank_zero and self._history is not None and self._events is not None:
+            self._steps = self._steps or StepTimes(self._history.num_polls, self.poll_seconds)
+            scene = Scene(self._history, self._events, self._steps)
+            self._showing = Showing.begin(scene, trainer, report=self.report, live=self.live)
 
     def _close(self) -> None:
         self._next_log_seconds = math.inf
         run, self._run = self._run, None
         if run is not None:
             run.close()
+        showing, self._showing = self._showing, None
+        if showing is not None:
+            showing.close()
 
     def _stop_training(self, trainer: Trainer, reason: str) -> None:
         """Save a checkpoint and let the loop end, after an optimizer's step. Collective: every rank calls this."""

@@ -110,6 +110,16 @@ class History:
         self._first_slot: int | None = None
         self._last_slot = 0
 
+    @property
+    def num_polls(self) -> int:
+        """How many are kept."""
+        return self._num_polls
+
+    @property
+    def poll_seconds(self) -> float:
+        """The time between two polls."""
+        return self._poll_seconds
+
     def append(self, time_seconds: float, rows: Mapping[GpuId, Sequence[float]]) -> None:
         """Add what GPUs said at one moment; several calls may fill one poll with different GPUs.
 

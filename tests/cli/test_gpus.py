@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_air.cli import gpus, main
+from tests.health.report_decoding import decode_report
 from tests.kit.nvml_stub import NO_PERMISSION, NvmlStub, compiler_missing, stub_in_use, use_stub
 
 
@@ -162,3 +163,60 @@ def test_once_and_again_exclude_each_other_and_help_says_what_it_is_for(capsys: 
     code, shown, _ = run(capsys, "--help")
     assert code == 0
     assert "CUDA_VISIBLE_DEVICES" in shown
+
+
+# ---- --report --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def report_path(tmp_path: Path) -> Path:
+    return tmp_path / "report.html"
+
+
+def test_a_report_of_some_seconds(stub: NvmlStub, capsys: pytest.CaptureFixture[str], report_path: Path) -> None:
+    stub.gpu(1).ecc_uncorrected = 0
+    code, shown, complaints = run(capsys, "--report", str(report_path), "--seconds", "1.5", "--interval", "0.1")
+    assert code == 0
+    assert complaints == "Watching the GPUs for 1.5 s; Ctrl-C ends it sooner.\n"
+    assert re.fullmatch(rf"Nothing was wrong: 2 GPUs, watched for [12] s. See {re.escape(str(report_path))}\n", shown)
+    head = decode_report(report_path.read_text()).head
+    assert [each["uuid"][:12] for each in head["gpus"]] == ["GPU-00000000", "GPU-00000001"]
+    assert head["seconds"] == 0.1
+
+
+def test_ctrl_c_ends_the_watching_and_the_report_is_written(
+    stub: NvmlStub, capsys: pytest.CaptureFixture[str], pauses: list[Callable[[], object]], report_path: Path
+) -> None:
+    pauses.append(lambda: stub.tell(1, data=79))
+    pauses.append(lambda: is_read(stub, 8))
+    code, shown, _ = run(capsys, "--report", str(report_path), "--seconds", "3600", "--interval", "0.1")
+    assert code == 0
+    assert shown.startswith("1 of 2 GPUs had trouble in ")
+    assert "XID 79" in report_path.read_text()
+
+
+@pytest.mark.parametrize("place", ["missing/report.html", "."])
+def test_a_report_that_has_no_place_is_refused_at_once(
+    stub: NvmlStub, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    code, shown, complaints = run(capsys, "--report", place)
+    assert (code, shown) == (1, "")
+    assert complaints.startswith(f"lightning-air gpus: {place} cannot be written: ")
+    assert stub.calls("nvmlInit") == 0
+
+
+def test_without_nvml_there_is_no_report(capsys: pytest.CaptureFixture[str], report_path: Path) -> None:
+    use_stub(None)
+    code, _, complaints = run(capsys, "--report", str(report_path))
+    assert code == 1
+    assert "No GPU is watched: " in complaints
+    assert not report_path.exists()
+
+
+@pytest.mark.parametrize("other", ["--json", "--watch", "--once"])
+def test_a_report_goes_with_no_other_way_to_show(
+    capsys: pytest.CaptureFixture[str], report_path: Path, other: str
+) -> None:
+    code, _, complaints = run(capsys, "--report", str(report_path), other)
+    assert code == 2
+    assert other in complaints

@@ -86,7 +86,7 @@ def test_a_dozen_names_are_logged_in_whatever_the_trainer_does(machine: Machine,
     assert all(set(record) == set(NAMES) for record in records)
     assert records[-1]["gpu_health/temperature_c/max"] == 77.0
     assert records[-1]["gpu_health/gpus_seen/count"] == 8.0
-    assert pace.threads == {("air-gpu-events", "air-gpu-nodes", "air-gpu-sampler")}
+    assert pace.threads == {("air-gpu-events", "air-gpu-nodes", "air-gpu-report", "air-gpu-sampler")}
     assert our_threads() == []
     assert stub.state.num_initialised == 0
 
@@ -294,6 +294,9 @@ def test_a_process_whose_driver_hangs_for_good_ends_with_code_0(tmp_path: Path) 
         ({"history_seconds": 5}, ValueError, "history_seconds must be at least 10 and finite, got 5"),
         ({"history_seconds": float("inf")}, ValueError, "history_seconds must be at least 10 and finite, got inf"),
         ({"history_seconds": 1e9}, ValueError, "history_seconds must be at most 1,000,000 times poll_seconds"),
+        ({"live": "Table"}, ValueError, "live must be False, 'table' or 'page', got 'Table'"),
+        ({"live": True}, ValueError, "live must be False, 'table' or 'page', got True"),
+        ({"live": 0}, ValueError, "live must be False, 'table' or 'page', got 0"),
         ({"log_every_seconds": -1}, ValueError, "log_every_seconds must be at least .* got -1"),
     ],
 )
@@ -324,11 +327,12 @@ def test_yaml_can_say_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Callback, "callback")
     path = "lightning_air.GPUHealth"
-    options = {"poll_seconds": 5, "history_seconds": 3600.0, "log_every_seconds": 30}
+    options = {"poll_seconds": 5, "history_seconds": 3600.0, "log_every_seconds": 30, "live": "page", "report": False}
     parsed = parser.parse_object({"callback": {"class_path": path, "init_args": options}})
     health = parser.instantiate_classes(parsed).callback
     assert isinstance(health, GPUHealth)
     assert (health.poll_seconds, health.history_seconds, health.log_every_seconds) == (5.0, 3600.0, 30.0)
+    assert (health.live, health.report) == ("page", False)
 
 
 @pytest.fixture
