@@ -25,7 +25,7 @@ import yaml
 from mlflow import MlflowClient
 
 from lightning_air.tracking.attempts import LAUNCH_ID
-from lightning_air.tracking.spool_folder import SET_ASIDE_NAME
+from lightning_air.tracking.set_aside import SET_ASIDE_NAME
 from lightning_air.tracking.window import Event
 
 _MAX_DEPTH = 50
