@@ -54,8 +54,10 @@ def _send(folder: Path, options: argparse.Namespace) -> int:
     reason = result.stats.last_error or "the server did not take it in time"
     left = "" if result.is_complete else f"; the rest stays: {reason}"
     cut = f", {result.stats.num_cut} dropped: the run's budget is used up" if result.stats.num_cut else ""
+    damaged = f", {result.stats.num_damaged} damaged places left out" if result.stats.num_damaged else ""
     refused = f", {aside} refused (see {folder}/set_aside.jsonl)" if aside else ""
-    sys.stdout.write(f"{folder}: {sent} points of the run {result.run_id} are on the server{refused}{cut}{left}\n")
+    losses = f"{refused}{cut}{damaged}{left}"
+    sys.stdout.write(f"{folder}: {sent} points of the run {result.run_id} are on the server{losses}\n")
     return 0 if result.is_complete else _NOT_COMPLETE
 
 

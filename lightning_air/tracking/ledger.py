@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lightning_air.tracking.full_record import FullRecord
-from lightning_air.tracking.progress import Progress, save_progress
+from lightning_air.tracking.progress import Progress, forget_damaged, save_progress
 from lightning_air.tracking.segments import BEGINNING, Position
 from lightning_air.tracking.set_aside import SET_ASIDE_NAME, SetAside, add_set_aside, whole_bytes
 from lightning_air.tracking.spool_folder import RUN_NAME, RunInfo, write_run_info
@@ -66,6 +66,7 @@ class Ledger:
         """Note where it begins, and return that with what is known of the folder only now."""
         self._saved = progress.position
         with self._lock:
+            forget_damaged(self._folder)
             if progress.set_aside_bytes is None:
                 try:
                     progress = replace(progress, set_aside_bytes=whole_bytes(self._folder))

@@ -9,6 +9,7 @@ is left is sent from its beginning, and the run may get points beside those that
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,20 @@ def load_progress(folder: Path) -> Progress:
             folder,
         )
     return Progress()
+
+
+def forget_damaged(folder: Path) -> None:
+    """Delete a progress that is not whole, so that it does not take the place of the one before it. The owner's."""
+    path = folder / PROGRESS_NAME
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return
+    try:
+        _parse(content)
+    except Exception:  # noqa: BLE001 - whatever may stand there
+        with suppress(OSError):
+            path.unlink()
 
 
 def _load(path: Path) -> Progress | None:

@@ -23,7 +23,7 @@ from lightning_air.tracking.artifacts import (
     log_text,
     plain,
 )
-from lightning_air.tracking.background import Background, trouble_of
+from lightning_air.tracking.background import Background
 from lightning_air.tracking.checkpoint_records import (
     CheckpointHistory,
     CheckpointRecord,
@@ -36,6 +36,7 @@ from lightning_air.tracking.flat_params import flatten_params
 from lightning_air.tracking.metric_names import renamed_warning
 from lightning_air.tracking.params import change_tags, left_out_warning, param_batches, plan_params
 from lightning_air.tracking.run_opening import OpenRun
+from lightning_air.tracking.upload_errors import trouble_of
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.window import Event
 

@@ -16,7 +16,7 @@ from lightning_air.tracking.charging import BEFORE, Charge, new_writer
 from lightning_air.tracking.door import Door, open_door
 from lightning_air.tracking.full_record import FullRecord
 from lightning_air.tracking.metric_names import renamed_warning
-from lightning_air.tracking.progress import Progress, load_progress, save_progress
+from lightning_air.tracking.progress import Progress, forget_damaged, load_progress, save_progress
 from lightning_air.tracking.run_thinner import RunThinner
 from lightning_air.tracking.segments import Position, put_segments_aside
 from lightning_air.tracking.spool import Spool
@@ -93,6 +93,7 @@ class Tracker:
         self._record: FullRecord | None = None
         try:
             info, progress = self._known(), load_progress(folder)
+            forget_damaged(folder)
             if info is None:
                 thinner, info = self._begin(new_thinner, charged, found, earlier)
                 progress = Progress()
@@ -165,7 +166,7 @@ class Tracker:
                     full_record=full_record,
                 )
         except OSError as error:
-            if not is_full(error):
+            if not _has_no_space(error):
                 raise
             self._warn(
                 "tail", f"Metrics that the checkpoint has, and the server not, are not sent: {error}. They stay in it."
@@ -227,7 +228,7 @@ class Tracker:
         try:
             write()
         except OSError as error:
-            if not is_full(error):
+            if not _has_no_space(error):
                 raise
             self._warn(
                 "no space",
@@ -335,6 +336,11 @@ def has_run(folder: Path) -> bool:
     except ValueError:
         return True
     return True
+
+
+def _has_no_space(error: OSError) -> bool:
+    """Return whether a full disk is the reason; then the folder may not even be there."""
+    return is_full(error) or isinstance(error, FileNotFoundError)
 
 
 def restore_thinner(snapshot: Mapping[str, Any]) -> RunThinner:

@@ -1,7 +1,6 @@
 """No record that was appended is lost, not by a SIGKILL either; none is read that was not; training never waits."""
 
 import contextlib
-import ctypes
 import dis
 import errno
 import json
@@ -35,6 +34,7 @@ from lightning_air.tracking.spool_folder import RunInfo, remove_folder, write_ru
 from lightning_air.tracking.spool_reader import SpoolReader
 from lightning_air.tracking.writer import Writer
 from tests.kit.ranks import run_ranks
+from tests.tracking.small_disk import mount_small_disk
 from tests.tracking.stand_ins import FakeTime, ListDoor, PassThrough, Warnings
 
 law = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -629,13 +629,7 @@ def test_a_spare_that_goes_while_it_is_taken_is_no_error(tmp_path: Path) -> None
 
 def fill_a_disk(folder: str) -> list[Any]:
     """Log onto a disk that is really full: a store into a mapped page must not be a SIGBUS."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    new_user, new_mount = 0x10000000, 0x00020000
-    if libc.unshare(new_mount) and libc.unshare(new_user | new_mount):
-        return ["no mounts here"]
-    if libc.mount(b"none", b"/", None, 1 << 18 | 1 << 14, None) | libc.mount(
-        b"none", folder.encode(), b"tmpfs", 0, b"size=3m"
-    ):
+    if not mount_small_disk(Path(folder), "size=3m"):
         return ["no mounts here"]
     warnings = Warnings()
     spool = Spool(Path(folder, "run"), warn=warnings)

@@ -237,6 +237,62 @@ def test_what_the_run_had_before_is_stored_before_more_is_sent(
     assert tracker.stats.num_over_budget > 0 or tracker.stats.num_thinned > 0
 
 
+# ---- a damaged folder ------------------------------------------------------------------------------------------------
+
+
+def leave(server: MlflowServer, proxy: FaultyProxy, run_id: str, folder: Path) -> None:
+    """Leave the steps from 10 to 99, of which windows of 7 are made; the steps before them are sent."""
+    tracker = open_tracker(proxy.url, run_id, folder, step=7)
+    log(tracker, range(10))
+    assert tracker.flush(DEADLINE_SECONDS)
+    proxy.refuse()
+    log(tracker, range(10, 100))
+    assert not tracker.close(0.1)
+    proxy.accept()
+
+
+@pytest.mark.parametrize("damage", ["cut", "deleted", "a folder"])
+def test_what_is_left_arrives_though_it_cannot_be_read_whose_it_is(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path, damage: str
+) -> None:
+    """The folder's name and the progress tell all but the writer, whose charge stays."""
+    leave(server, proxy, run_id, tmp_path / "spool")
+    path = tmp_path / "spool" / RUN_NAME
+    path.unlink()
+    if damage == "cut":
+        path.write_text('{"run_id": "')
+    elif damage == "a folder":
+        path.mkdir()
+        (path / "something").touch()
+
+    tracker = open_tracker(proxy.url, run_id, tmp_path / "spool", step=7, charged=stored_charges(server, run_id))
+    if damage == "a folder":
+        shutil.rmtree(path)
+    log(tracker, range(100, 106))
+    assert tracker.close(DEADLINE_SECONDS)
+
+    assert curve(server, run_id)[:14] == [(step + 6, step + 3.0) for step in range(0, 98, 7)]
+    assert len(server.points_of(run_id)) <= stored_mark(server, run_id)
+
+
+def test_what_is_left_of_nobody_knows_whom_is_put_aside_and_not_deleted(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    leave(server, proxy, run_id, tmp_path / "spool")
+    for path in (tmp_path / "spool").glob("*.json"):
+        path.write_text("{")
+    records = sorted(path.read_bytes() for path in (tmp_path / "spool").glob("*.records"))
+    warnings = Warnings()
+
+    tracker = open_tracker(server.url, run_id, tmp_path / "spool", warn=warnings)
+    log(tracker, range(200, 203))
+    assert tracker.close(DEADLINE_SECONDS)
+
+    assert {step for step, _ in curve(server, run_id)} >= {200, 201, 202}
+    assert sorted(path.read_bytes() for path in (tmp_path / "spool").glob("*.aside")) == records
+    assert "put aside" in warnings.text
+
+
 # ---- stages of one process -------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from lightning_air.tracking.progress import Progress, load_progress
 from lightning_air.tracking.segments import BEGINNING
 from lightning_air.tracking.sending import Sender
 from lightning_air.tracking.spool import Spool
+from lightning_air.tracking.spool_folder import PROGRESS_NAME
 from lightning_air.tracking.writer import THREAD_NAME, Writer
 from tests.kit.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.kit.mlflow_server import MlflowServer, mlflow_server
@@ -453,10 +454,10 @@ class Crash(BaseException):
     """The process is killed."""
 
 
-@settings(law, max_examples=40)
+@settings(law, max_examples=60)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 90), st.integers(1, 3), st.sampled_from(["turn", "crash", "cut", "nothing"])),
+        st.tuples(st.integers(0, 90), st.integers(1, 3), st.sampled_from(["turn", "crash", "cut", "lost", "nothing"])),
         max_size=12,
     ),
     st.integers(1, 40),
@@ -483,12 +484,14 @@ def test_wherever_it_is_killed_the_server_gets_the_points_of_an_undisturbed_run(
                         door.stored.update(dict.fromkeys(door.batches[-1]))
                     raise Crash
 
-            door.trouble = kill if what in ("crash", "cut") else lambda _: None
+            door.trouble = kill if what in ("crash", "cut", "lost") else lambda _: None
             if what != "nothing":
                 with contextlib.suppress(Crash):
                     delivery.turn(is_last=False, is_asked=True)
-            if what in ("crash", "cut"):
+            if what in ("crash", "cut", "lost"):
                 spool.close()
+                if what == "lost":  # as when the machine goes down too
+                    (folder / PROGRESS_NAME).write_bytes(b"")
                 spool = Spool(folder, segment_bytes=1 << 12)
                 progress = load_progress(folder)
                 delivery = make_delivery(spool, Windows(progress.thinner), door, progress)
