@@ -5,10 +5,11 @@ anybody else holds, the GIL kept. The kernel writes the pages to the disk in its
 dead; only a machine that goes down loses any. The writer's thread makes the next segment ready ahead of time.
 
 A disk that is full, or the limit of what the spool may take, costs records, never the training: they are counted, and
-it is said once.
+it is said, once an hour.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -32,6 +33,7 @@ SEGMENT_BYTES = 1 << 20
 MAX_BYTES = 2 << 30
 
 _SEAL_SECONDS = 1.0
+_SAY_AGAIN_SECONDS = 3600.0
 _MOST_LAYOUTS = 1000
 _FAR = 1 << 62
 
@@ -89,7 +91,9 @@ class Spool:
         self._is_appending = False
         self._deferred: deque[tuple[int, int, Mapping[str, float]]] = deque()
         self._layouts: dict[tuple[str, ...], Layout] = {}
-        self._num_layouts = 0
+        self._num_layouts = self._num_times_full = 0
+        self._full_seconds = -math.inf  # when it was, the last time
+        self._clock = clock
         self._segment: Segment | None = None
         _spools.add(self)
         self._files.prepare()
@@ -153,8 +157,11 @@ class Spool:
         body = layout.pack(int(timestamp_ms), int(step), *numbers.values())
         segment = self._segment_for(layout, len(body))
         if segment is None:
+            now = self._clock()
+            self._num_times_full += now - self._full_seconds > _SAY_AGAIN_SECONDS
+            self._full_seconds = now
             return self._drop(
-                "spool-full",
+                f"spool-full {self._num_times_full}",
                 f"No space for metrics in {self.folder} (it may take {self._max_bytes:,} bytes, or the disk is full): "
                 "they are lost until the server has taken what is there. Free space, or choose a larger disk.",
             )

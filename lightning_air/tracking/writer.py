@@ -30,6 +30,7 @@ FLUSH_SECONDS = 5.0
 THREAD_NAME = "lightning-air-tracking"
 
 _POLL_SECONDS = 0.2
+_SEAL_SECONDS = 1.0
 _SETTLE_SECONDS = 10.0
 _LAST_TRIES = 8
 """At the end, of what fails for another reason than the server: they take more than a minute."""
@@ -198,7 +199,7 @@ class Writer(Generic[ThinnerT]):
         """
         if self._is_started and os.getpid() == self._pid:  # a forked process has no such thread
             until_seconds = time.monotonic() + deadline_seconds
-            self._is_sealed = self._source.seal(deadline_seconds) or self._is_sealed
+            self._is_sealed = self._source.seal(min(deadline_seconds, _SEAL_SECONDS)) or self._is_sealed
             self._patience.end_in(until_seconds - time.monotonic())
             if self._is_working() and self._thread is not None:
                 self._thread.join(_bounded(max(0.0, until_seconds - time.monotonic())))

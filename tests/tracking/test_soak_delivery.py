@@ -22,6 +22,8 @@ from lightning_air.tracking.leftovers import send_left
 from lightning_air.tracking.points import Point
 from lightning_air.tracking.progress import load_progress
 from lightning_air.tracking.replaying import replay
+from lightning_air.tracking.rest_door import RestDoor
+from lightning_air.tracking.segments import Segment
 from lightning_air.tracking.spool import Spool
 from lightning_air.tracking.spool_folder import PREVIOUS_NAME, PROGRESS_NAME, RunInfo
 from lightning_air.tracking.writer import Writer
@@ -119,6 +121,35 @@ class Tally:
         return f"{shown} in {time.monotonic() - self.begun_seconds:.0f} s"
 
 
+def arm(chance: random.Random) -> None:
+    """In a process that is to be killed: let it be right before or right behind something that others can see."""
+    if chance.random() < 0.4:
+        return  # at any moment
+    owner, name = chance.choice(
+        [
+            (Path, "unlink"),
+            (Path, "replace"),
+            (Path, "rmdir"),
+            (os, "fsync"),
+            (Segment, "__init__"),
+            (RestDoor, "log_batch"),
+        ]
+    )
+    inner, left, is_behind = getattr(owner, name), chance.randrange(1, 15), chance.random() < 0.5
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and not is_behind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = inner(*args, **options)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, counting)
+
+
 # ---- a tracker: opened, closed and killed ----------------------------------------------------------------------------
 
 
@@ -127,6 +158,7 @@ def log_until_killed(path: Path, run: tuple[str, str, Path], first_step: int, se
     assert Spool.__init__.__kwdefaults__ is not None
     Spool.__init__.__kwdefaults__["segment_bytes"] = 4096  # so that much is released
     chance, safe, step = random.Random(seed), SafeSteps(path), first_step
+    arm(chance)
     while True:
         tracker = open_tracker(*run, flush_seconds=0.02)
         for _ in range(chance.randrange(20, 600)):
@@ -150,7 +182,7 @@ def test_of_an_attempt_that_is_killed_again_and_again_every_point_arrives_once(
         begin_day(proxy, chance)
         args = (proxy.url, run_id, folder), FAR * number, chance.randrange(10**9)
         steps, is_killed = run_and_kill(
-            tmp_path / f"safe {number}", log_until_killed, *args, seconds=0.02 + 1.5 * chance.random() ** 2
+            tmp_path / f"safe {number}", log_until_killed, *args, seconds=0.02 + 4 * chance.random() ** 2
         )
         assert is_killed
         assert steps == list(range(FAR * number, FAR * number + len(steps)))
@@ -183,6 +215,7 @@ def test_of_an_attempt_that_is_killed_again_and_again_every_point_arrives_once(
 def log_windows_until_killed(path: Path, run: tuple[str, str, Path], first_step: int, seed: int) -> None:
     uri, run_id, folder = run
     chance, safe = random.Random(seed), SafeSteps(path)
+    arm(chance)
     spool = Spool(folder, segment_bytes=2048, warn=Warnings())
     progress = load_progress(folder)
     info = RunInfo(run_id=run_id, tracking_uri=uri, thinner={})
@@ -204,8 +237,9 @@ def log_windows_until_killed(path: Path, run: tuple[str, str, Path], first_step:
         time.sleep(chance.choice([0, 0.0002, 0.002]))
 
 
-def replay_until_killed(path: Path, folder: Path) -> None:
+def replay_until_killed(path: Path, folder: Path, seed: int) -> None:
     SafeSteps(path)
+    arm(random.Random(seed))
     replay(folder, restore_thinner=Windows, warn=Warnings(), deadline_seconds=LAST_SECONDS)
 
 
@@ -242,7 +276,7 @@ def test_points_of_many_records_are_cut_as_if_nobody_had_killed_anything(
     for number in range(num_kills):
         begin_day(proxy, chance)
         args = (proxy.url, run_id, folder), FAR * number, chance.randrange(10**9)
-        seconds = 0.02 + chance.random() ** 2
+        seconds = 0.02 + 3 * chance.random() ** 2
         steps, _ = run_and_kill(tmp_path / f"safe {number}", log_windows_until_killed, *args, seconds=seconds)
         attempts.append((FAR * number, steps))
         tally.add(kills=1, records=len(steps), losses_of_progress=lose_power(folder, chance))
@@ -251,7 +285,11 @@ def test_points_of_many_records_are_cut_as_if_nobody_had_killed_anything(
             break
         begin_day(proxy, chance)
         _, is_killed = run_and_kill(
-            tmp_path / f"replay {number}", replay_until_killed, folder, seconds=0.3 * chance.random() ** 2
+            tmp_path / f"replay {number}",
+            replay_until_killed,
+            folder,
+            chance.randrange(10**9),
+            seconds=0.5 * chance.random(),
         )
         tally.add(killed_replays=is_killed, losses_of_progress=lose_power(folder, chance))
     proxy.accept()

@@ -515,7 +515,7 @@ def test_beyond_its_limit_records_are_dropped_said_once_and_taken_again_when_the
             spool.prepare()
         assert 0 < len(kept) < 100
         assert spool.num_dropped == 200 - len(kept)
-        assert {kind for kind, _ in warnings} == {"spool-full"}
+        assert {kind for kind, _ in warnings} == {"spool-full 1"}
         assert str(tmp_path) in warnings.text
         assert "12,000 bytes" in warnings.text
         found = spool.read(BEGINNING, 1000)
@@ -523,6 +523,12 @@ def test_beyond_its_limit_records_are_dropped_said_once_and_taken_again_when_the
         spool.release(found[-1][0])
         spool.prepare()
         assert append(spool, 200)
+        while append(spool, 201):
+            spool.prepare()
+        assert {kind for kind, _ in warnings} == {"spool-full 1"}, "it is full all the time"
+        time_.now += 10_000
+        assert not append(spool, 201)
+        assert {kind for kind, _ in warnings} == {"spool-full 1", "spool-full 2"}, "but this may be another day"
         assert sum(path.stat().st_size for path in tmp_path.glob("*.records")) <= 12_000
 
 
@@ -656,7 +662,7 @@ def test_a_disk_that_is_full_costs_records_and_no_more(tmp_path: Path) -> None:
     num_kept, num_found, kinds, is_kept_again = result.value
     assert 5_000 < num_found < 20_000
     assert num_kept == num_found + 1
-    assert kinds == ["spool-full"]
+    assert kinds == ["spool-full 1"]
     assert is_kept_again
 
 
