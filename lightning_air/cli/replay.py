@@ -69,6 +69,8 @@ def _said_of(result: LeftSent, folder: Path) -> str:
         parts.append(f"{stats.num_sent} points of the run {result.run_id} are on the server")
         parts += [f"{stats.num_set_aside} refused (see {folder}/set_aside.jsonl)"] if stats.num_set_aside else []
         parts += [f"{stats.num_cut} dropped: the run's budget is used up"] if stats.num_cut else []
+        parts += [f"{stats.num_lost} records lost with files that are gone"] if stats.num_lost else []
+        parts += [f"{stats.num_damaged} damaged places left out"] if stats.num_damaged else []
     if result.has_told:
         parts.append(f"the run {result.run_id} has what else was left" if stats is None else "so is all else")
     left = "" if result.is_complete else f"; the rest stays: {result.reason}"

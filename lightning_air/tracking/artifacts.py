@@ -26,7 +26,7 @@ from mlflow import MlflowClient
 
 from lightning_air.tracking.attempts import LAUNCH_ID
 from lightning_air.tracking.outbox import Outbox
-from lightning_air.tracking.spool_folder import SET_ASIDE_NAME
+from lightning_air.tracking.set_aside import SET_ASIDE_NAME
 from lightning_air.tracking.window import Event
 
 _MAX_DEPTH = 50

@@ -4,33 +4,26 @@ A server that is away costs nothing but time on that thread: calls wait in their
 is uploaded again and again waits once only. What the server refuses is said once and dropped.
 """
 
-import errno
-import http.client
 import itertools
 import logging
 import os
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-import requests
-import urllib3
-from mlflow.exceptions import MlflowException
-
-from lightning_air.tracking.door_errors import Busy, DoorError, Refused, Unreachable, judge, one_line
+from lightning_air.tracking.call_queue import Call, CallQueue
+from lightning_air.tracking.door_errors import Busy, DoorError, Refused
 from lightning_air.tracking.metric_names import examples
 from lightning_air.tracking.outbox import Outbox, sum_of
 from lightning_air.tracking.patience import Patience, Wait
+from lightning_air.tracking.upload_errors import trouble_of
 from lightning_air.tracking.warn_once import Warn, WarnOnce
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
-"""Calls that may wait; beyond it the oldest are dropped."""
+"""Calls that may wait; beyond it one goes: first of those that a later one would have replaced."""
 
 LONGEST_RETRY_AFTER_SECONDS = 300.0
 WARN_AFTER_SECONDS = 30.0
@@ -40,27 +33,6 @@ TRIES_IN_A_ROW = 6
 """Then a call gives way to others, since it may be the only one that the server has trouble with."""
 
 _MAX_TURNS = 3
-
-
-@dataclass
-class _Job:
-    """A call that waits, or is under way.
-
-    Attributes:
-        name: For the user.
-        call: What to do.
-        replaces: Of two that wait with the same, the later one counts.
-        note: What another process needs to do the same.
-        num_turns: How often it has given way to others that succeeded.
-        num_done_before: How many had succeeded when it gave way last.
-    """
-
-    name: str
-    call: Callable[[], object]
-    replaces: str | None
-    note: Callable[[], Outbox] | None = None
-    num_turns: int = 0
-    num_done_before: int = 0
 
 
 class Background:
@@ -99,12 +71,9 @@ class Background:
         self._warn = warn or WarnOnce()
         self._clock, self._wait = clock, wait
         self._max_waiting = max_waiting
+        self._queue = CallQueue(max_waiting)
         self._patience = Patience(clock=clock, wait=wait)
-        self._numbers = itertools.count(1)
         self._state = threading.Condition()
-        self._jobs: dict[int, _Job] = {}  # in the order of the calls; with the one under way
-        self._waiting: dict[str | None, int] = {}  # by `replaces`; without the one under way
-        self._running: int | None = None
         self._turns = threading.Lock()  # held while a call is under way
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_parents = False
@@ -131,12 +100,15 @@ class Background:
             replaces: A call with the same that still waits is dropped, and this one takes its place.
             note: Says what another process needs to do the same, should this one not come to it; any thread's.
         """
-        job = _Job(name, call, replaces, note)
+        wanted = Call(name, call, replaces, note)
         with self._state:
-            is_late = self._is_closed
-            crowded_out = None if is_late else self._add(job)
+            is_late, crowded_out = self._is_closed, None
+            if not is_late:
+                crowded_out = self._queue.put(wanted)
+                self._start()
+                self._state.notify_all()
         if is_late and not self._is_parents:
-            self._drop(job, "late", "it came after the end")
+            self._drop(wanted, "late", "it came after the end")
         if crowded_out is not None:
             self._drop(crowded_out, "crowd", f"{self._max_waiting} others wait")
 
@@ -146,16 +118,16 @@ class Background:
         Returns:
             Whether they are; False once the deadline is over. The thread goes on all the same.
         """
-        last = next(self._numbers)
+        mark = self._queue.mark()
         until_seconds = self._clock() + deadline_seconds
         if self._is_working():
             self._patience.wake()
             with self._state:
                 self._state.wait_for(
-                    lambda: self._is_through(last) or not self._is_working(), _bounded(deadline_seconds)
+                    lambda: self._queue.is_through(mark) or not self._is_working(), _bounded(deadline_seconds)
                 )
         self._work_here(until_seconds)
-        return self._is_through(last)
+        return self._queue.is_through(mark)
 
     def close(self, deadline_seconds: float) -> bool:
         """Make all calls that wait, and end; again is as good as once. What is left is named in a warning.
@@ -180,53 +152,34 @@ class Background:
                     f"{self.name} left",
                     f"Not known to have reached MLflow within {deadline_seconds:g} s: {examples(left)}.",
                 )
-        return not self._jobs
+        return not self._queue
 
     @property
     def left(self) -> list[str]:
         """The names of the calls that are not made yet."""
         with self._state:
-            return [job.name for job in self._jobs.values()]
+            return [call.name for call in self._queue]
 
     @property
     def kept(self) -> list[str]:
         """The names of those of them that another process can make."""
         with self._state:
-            return [job.name for job in self._jobs.values() if job.note is not None]
+            return [call.name for call in self._queue if call.note is not None]
 
     @property
     def lost(self) -> list[str]:
         """The names of those of them that no other process can make."""
         with self._state:
-            return [job.name for job in self._jobs.values() if job.note is None]
+            return [call.name for call in self._queue if call.note is None]
 
     def outbox(self) -> Outbox:
         """Return what another process needs to make the calls that are not made yet. Any thread's."""
         with self._state:
-            notes = [job.note for job in self._jobs.values() if job.note is not None]
+            notes = [call.note for call in self._queue if call.note is not None]
         return sum_of(note() for note in notes)
-
-    def _is_through(self, last: int) -> bool:
-        return min(tuple(self._jobs), default=last) >= last
 
     def _is_working(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
-
-    def _add(self, job: _Job) -> _Job | None:
-        """Have a call wait; return one that has to go, if there is one too many."""
-        number = self._waiting.get(job.replaces)
-        if number is None:
-            number = next(self._numbers)
-            if job.replaces is not None:
-                self._waiting[job.replaces] = number
-        self._jobs[number] = job
-        self._start()
-        self._state.notify_all()
-        if len(self._jobs) - (self._running is not None) <= self._max_waiting:
-            return None
-        victim = min(self._waiting.values(), default=0) or next(each for each in self._jobs if each != self._running)
-        self._waiting.pop(self._jobs[victim].replaces, None)
-        return self._jobs.pop(victim)
 
     def _start(self) -> None:
         thread = self._thread
@@ -248,14 +201,14 @@ class Background:
 
     def _has_work(self) -> bool:
         with self._state:
-            self._state.wait_for(lambda: self._jobs or self._is_closed)
-            return bool(self._jobs) and self._patience.seconds_left > 0
+            self._state.wait_for(lambda: self._queue or self._is_closed)
+            return bool(self._queue) and self._patience.seconds_left > 0
 
     def _work_here(self, until_seconds: float) -> None:
         """Make the calls on this thread if there is no other."""
         patience = Patience(clock=self._clock, wait=self._wait)
         patience.end_in(until_seconds - self._clock())
-        while self._jobs and not self._is_working() and patience.seconds_left > 0:
+        while self._queue and not self._is_working() and patience.seconds_left > 0:
             if not self._turns.acquire(blocking=False):  # another thread does, or this one did when a signal came
                 return
             try:
@@ -266,36 +219,30 @@ class Background:
     def _turn(self, patience: Patience) -> None:
         """Make the first call; it goes, or gives way to the others."""
         with self._state:
-            if not self._jobs:
+            if not self._queue.begin():
                 return
-            self._running = number = next(iter(self._jobs))
-            self._waiting.pop(self._jobs[number].replaces, None)
         is_over = True  # also if it ends this thread
         try:
-            is_over = self._insist(number, patience)
+            is_over = self._insist(patience)
         finally:
             with self._state:
-                job = self._jobs.pop(number)
-                if not is_over and job.replaces not in self._waiting:
-                    self._jobs[number] = job
-                    if job.replaces is not None:
-                        self._waiting[job.replaces] = number
-                self._running = None
+                self._queue.end(is_over=is_over)
                 self._state.notify_all()
         if self._has_recovered:
             self._has_recovered = False
             self._on_trouble()
 
-    def _insist(self, number: int, patience: Patience) -> bool:
+    def _insist(self, patience: Patience) -> bool:
         """Make a call until it succeeds or is refused; return False if it has to be made later."""
         for attempt in itertools.count(1):
             if patience.seconds_left <= 0:
                 break
-            job = self._newest(number)
+            with self._state:
+                call = self._queue.newest()
             try:
-                job.call()
+                call.make()
             except Exception as error:
-                logger.debug("%s failed.", job.name, exc_info=True)
+                logger.debug("%s failed.", call.name, exc_info=True)
                 kind, trouble = f"refused {type(error).__name__}", trouble_of(error)
             else:
                 self.num_done += 1
@@ -303,38 +250,27 @@ class Background:
                 self._failing_since_seconds = None
                 return True
             if isinstance(trouble, Refused):
-                self._drop(job, kind, str(trouble))
+                self._drop(call, kind, str(trouble))
                 return True
-            self._note_failure(job, trouble)
+            self._note_failure(call, trouble)
             self._on_trouble()
-            if attempt >= TRIES_IN_A_ROW and len(self._jobs) > 1:
-                return self._is_hopeless(job, trouble)
-            asked = trouble.retry_after_seconds if isinstance(trouble, Busy) else None
-            if asked is None:
-                patience.back_off(attempt - 1)
-            else:
-                patience.pause(min(asked, LONGEST_RETRY_AFTER_SECONDS), is_firm=True)
+            if attempt >= TRIES_IN_A_ROW and len(self._queue) > 1:
+                return self._is_hopeless(call, trouble)
+            asked_seconds = trouble.retry_after_seconds if isinstance(trouble, Busy) else None
+            patience.back_off(attempt - 1, at_least_seconds=min(asked_seconds or 0.0, LONGEST_RETRY_AFTER_SECONDS))
         return False
 
-    def _newest(self, number: int) -> _Job:
-        """Return the call under way, or the one that was to replace it if it had still waited."""
-        with self._state:
-            newer = self._waiting.pop(self._jobs[number].replaces, None)
-            if newer is not None:
-                self._jobs[number] = self._jobs.pop(newer)
-            return self._jobs[number]
-
-    def _is_hopeless(self, job: _Job, trouble: DoorError) -> bool:
+    def _is_hopeless(self, call: Call, trouble: DoorError) -> bool:
         """Drop a call that fails whenever its turn comes, while others succeed."""
-        if self.num_done > job.num_done_before:
-            job.num_turns += 1
-            job.num_done_before = self.num_done
-        if job.num_turns <= _MAX_TURNS:
+        if self.num_done > call.num_done_before:
+            call.num_turns += 1
+            call.num_done_before = self.num_done
+        if call.num_turns <= _MAX_TURNS:
             return False
-        self._drop(job, "hopeless", f"{trouble}, again and again, while others succeed")
+        self._drop(call, "hopeless", f"{trouble}, again and again, while others succeed")
         return True
 
-    def _note_failure(self, job: _Job, trouble: DoorError) -> None:
+    def _note_failure(self, call: Call, trouble: DoorError) -> None:
         now = self._clock()
         if self._failing_since_seconds is None:
             self._failing_since_seconds = now
@@ -342,123 +278,22 @@ class Background:
             seconds = now - self._failing_since_seconds
             self._warn(
                 f"{self.name} outage",
-                f"MLflow has not taken {job.name} for {seconds:.0f} s ({trouble}), and {len(self._jobs) - 1} more "
+                f"MLflow has not taken {call.name} for {seconds:.0f} s ({trouble}), and {len(self._queue) - 1} more "
                 "wait. It is tried again; training goes on.",
             )
 
-    def _drop(self, job: _Job, kind: str, reason: str) -> None:
+    def _drop(self, call: Call, kind: str, reason: str) -> None:
         self.num_dropped += 1
-        self._warn(f"{self.name} {kind}", f"MLflow has not got {job.name}: {reason.removesuffix('.')}.")
+        self._warn(f"{self.name} {kind}", f"MLflow has not got {call.name}: {reason.removesuffix('.')}.")
 
     def leave_to_parent(self) -> None:
         """In a forked process: what waits is the parent's, and its thread is not here."""
-        self._is_parents = self._is_parents or self._thread is not None or bool(self._jobs)
+        self._is_parents = self._is_parents or self._thread is not None or bool(self._queue)
         self._is_closed = self._is_closed or self._is_parents
         self._state, self._turns = threading.Condition(), threading.Lock()
         self._patience = Patience(clock=self._clock, wait=self._wait)
-        self._jobs, self._waiting = {}, {}
-        self._thread = self._running = None
-
-
-# ---- what an error means ---------------------------------------------------------------------------------------------
-
-_NETWORK = (
-    requests.ConnectionError,
-    requests.Timeout,
-    requests.exceptions.ChunkedEncodingError,
-    requests.exceptions.ContentDecodingError,
-    requests.exceptions.JSONDecodeError,
-    urllib3.exceptions.HTTPError,
-    http.client.HTTPException,
-    ConnectionError,
-    TimeoutError,
-    socket.gaierror,
-)
-# The disk of a volume, or a full one.
-_PASSING_ERRNOS = {
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.EDQUOT,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.EIO,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.ENOSPC,
-    errno.ENOTCONN,
-    errno.ESTALE,
-}
-# Of clients of stores that need not be installed: Azure's, AWS's, Databricks'.
-_PASSING_NAMES = {
-    "DeadlineExceeded",
-    "EndpointConnectionError",
-    "InternalError",
-    "ResourceExhausted",
-    "ServiceRequestError",
-    "ServiceResponseError",
-    "TemporarilyUnavailable",
-    "TooManyRequests",
-}
-
-
-def trouble_of(error: Exception) -> DoorError:
-    """Return what the error of an upload means: `Refused` where to try again is of no use.
-
-    Args:
-        error: MLflow's, of the libraries below it, of the disk, or any other: that is refused.
-    """
-    reason = one_line(f"{type(error).__name__}: {error}")
-    for each in _chain(error):
-        if (trouble := _trouble_in(each, reason)) is not None:
-            return trouble
-    if isinstance(error, MlflowException):
-        mlflow: Any = error  # its methods have no types
-        return _judged(mlflow.get_http_status_code(), reason, {})
-    return Refused(reason, blames_content=True)
-
-
-def _trouble_in(error: BaseException, reason: str) -> DoorError | None:
-    """Return what an error by itself tells of a server or of the way to it; None if it is of another kind."""
-    if isinstance(error, DoorError):
-        return error
-    status, headers = _answer(error)
-    if status is not None:
-        return _judged(status, reason, headers)
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if isinstance(error, requests.exceptions.RetryError) or names & _PASSING_NAMES:  # answered, with 429 or 5xx
-        return Busy(reason)
-    is_network = isinstance(error, _NETWORK) and not isinstance(error, urllib3.exceptions.LocationValueError)
-    is_disk = isinstance(error, OSError) and error.errno in _PASSING_ERRNOS
-    return Unreachable(reason) if is_network or is_disk else None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and what it came from."""
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        yield each
-        each = each.__cause__ or each.__context__
-
-
-def _answer(error: BaseException) -> tuple[int | None, Mapping[str, str]]:
-    """Return the HTTP status that an error tells of, and the answer's headers."""
-    response = getattr(error, "response", None)
-    if isinstance(response, requests.Response):
-        return response.status_code, response.headers
-    if isinstance(response, Mapping):  # botocore's
-        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    found = [getattr(error, "status_code", None), response, getattr(response, "status_code", None)]
-    return next((status for status in found if isinstance(status, int)), None), {}
-
-
-def _judged(status: int, reason: str, headers: Mapping[str, str]) -> DoorError:
-    try:
-        judge(status, reason, headers)
-    except DoorError as error:
-        return type(error)(reason, **vars(error))
-    return Unreachable(reason)
+        self._queue = CallQueue(self._max_waiting)
+        self._thread = None
 
 
 def _bounded(seconds: float) -> float:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from lightning_air.tracking.batches import MAX_POINTS
@@ -46,7 +47,13 @@ ThinnerT = TypeVar("ThinnerT", bound=Thinner)
 
 
 class Source(Protocol):
-    """Where records come from: a spool, or what one has left."""
+    """Where records come from: a spool, or what one has left.
+
+    Attributes:
+        folder: Of the records.
+    """
+
+    folder: Path
 
     def read(self, position: Position, max_records: int) -> list[tuple[Position, Record]]:
         """Return the records after a position, each with the position after it."""
@@ -55,7 +62,15 @@ class Source(Protocol):
         """Return how many records an earlier process has left after a position."""
 
     def prepare(self) -> None:
-        """Make room ahead."""
+        """Make room ahead. Never raises."""
+
+    @property
+    def num_appended(self) -> int:
+        """Records that this process has put in so far."""
+
+    @property
+    def num_damaged(self) -> int:
+        """Places where records were left out by `read`, because they are not as they were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +83,15 @@ class Options(Generic[ThinnerT]):
             returned.
         observe: Given the thinner after it has got records, on the writer's thread.
         flush_seconds: A point waits no longer for others to share its request.
+        noted: Told that more is acknowledged and noted.
+        is_over: Asked whether there is no more time.
     """
 
     before_send: Callable[[int], int]
     observe: Callable[[ThinnerT], object]
     flush_seconds: float
+    noted: Callable[[], object] = lambda: None
+    is_over: Callable[[], bool] = lambda: False
 
 
 class Delivery(Generic[ThinnerT]):
@@ -93,8 +112,11 @@ class Delivery(Generic[ThinnerT]):
         progress: What is acknowledged, and noted in the folder.
         counts: What became of the values taken so far.
         num_cut_in_part: Points since the progress that may not be sent.
-        num_left: Records that an earlier process had left.
+        num_left: Records that an earlier process had left; 0 until that is known.
         num_read: Records taken.
+        num_lost: Records that were put in and cannot be read any more: something has deleted their files.
+        num_noted: Records of this process whose points are acknowledged or set aside, and that is noted; negative as
+            long as there are others before them.
     """
 
     def __init__(
@@ -112,7 +134,10 @@ class Delivery(Generic[ThinnerT]):
     ) -> None:
         self.progress = progress
         self.counts = thinner.counts
-        self.num_cut_in_part = self.num_left = self.num_read = 0
+        self.num_cut_in_part = self.num_left = self.num_read = self.num_lost = 0
+        self.num_noted = -1
+        self._is_begun = False
+        self._num_damaged_before = progress.num_damaged
         self._source = source
         self._thinner = thinner
         self._sender = sender
@@ -129,6 +154,11 @@ class Delivery(Generic[ThinnerT]):
         self._unread: deque[tuple[Position, Record]] = deque()
         self._sent_in_part = Outcome()
         self._most_points = 0
+
+    @property
+    def num_damaged(self) -> int:
+        """Places where records were left out, since they are not as they were written."""
+        return self._num_damaged_before + self._source.num_damaged
 
     @property
     def num_sent_in_part(self) -> int:
@@ -148,12 +178,6 @@ class Delivery(Generic[ThinnerT]):
         """
         self._calls.append(call)
 
-    def begin(self) -> None:
-        """Look at what is there. Before the first turn."""
-        self.num_left = self._source.count_left(self._position)
-        if self.progress.thinner is None:
-            self._save(replace(self.progress, thinner=self._thinner.snapshot()))
-
     def turn(self, *, is_last: bool, is_asked: bool) -> bool:
         """Take the records that are there, and send what is due.
 
@@ -164,12 +188,21 @@ class Delivery(Generic[ThinnerT]):
         Returns:
             False if something is due and could not be sent in time.
         """
+        if not self._is_begun:
+            self._begin()
+        self._source.prepare()
+        self._ledger.keep(self.progress)
         is_full = True
         if not self._points and self._position == self.progress.position:
             self._make_changes()  # what was asked for before the first record holds from the first record on
         while is_full:
             self._source.prepare()
+            num_put_in = self.num_left + self._source.num_appended  # before it is read
             is_full = self._collect()
+            if is_full and self._options.is_over():
+                return False
+            if not is_full:
+                self._count_lost(num_put_in)
             if is_last and not is_full:
                 self._flush_thinner()
             if not (is_full or is_last or is_asked or self._calls or self._is_due()):
@@ -177,10 +210,30 @@ class Delivery(Generic[ThinnerT]):
             if not self._commit():
                 return False
             self._make_changes()
+            self.num_noted = self.num_read + self.num_lost - self.num_left
+            self._options.noted()
         return True
 
+    def _begin(self) -> None:
+        """Look at what is there."""
+        num_left = self._source.count_left(self._position)
+        thinner = self._thinner.snapshot() if self.progress.thinner is None else self.progress.thinner
+        self.progress = self._ledger.begin(replace(self.progress, thinner=thinner))
+        self.num_left, self._is_begun = num_left, True
+
+    def _count_lost(self, num_put_in: int) -> None:
+        """Note what should have been read by now."""
+        num_lost = num_put_in - self.num_read
+        if num_lost > self.num_lost:
+            self.num_lost = num_lost
+            self._warn(
+                f"lost {num_lost}",
+                f"{num_lost} records of metrics are lost: something has deleted their files in {self._source.folder} "
+                "before they were sent. Choose a spool_dir that nothing cleans up.",
+            )
+
     def _make_changes(self) -> None:
-        while self._calls and self.num_read >= self.num_left:
+        while self._calls and self.num_read + self.num_lost >= self.num_left:
             self._change(self._calls.popleft())
 
     def _is_due(self) -> bool:
@@ -194,37 +247,46 @@ class Delivery(Generic[ThinnerT]):
             if self._calls and self.num_read == self.num_left > num_read:
                 break  # what was left is a chunk of its own, and then the changes are made
             if not self._unread:
-                if self.num_read > num_read and self._is_due():
+                if self.num_read > num_read and (self._is_due() or self._options.is_over()):
                     break
                 self._unread.extend(self._source.read(self._position, _RECORDS_AT_ONCE))
                 if not self._unread:
                     is_full = False
                     break
                 time.sleep(0.0001)  # lets training have the GIL, for which it would otherwise wait up to 5 ms
-            self._take(*self._unread.popleft())
+            self._take(*self._unread[0])
+            self._unread.popleft()
         if self.num_read > num_read:
             self._observe()
+        if self._source.num_damaged:
+            self._warn(
+                "damaged",
+                f"Metrics in {self._source.folder} are not as they were written: the disk has damaged them, or the "
+                "machine went down before they were on it. What is damaged is left out, the rest arrives.",
+            )
         return is_full
 
     def _take(self, position: Position, record: Record) -> None:
         if self._begun_seconds is None:
             self._begun_seconds = self._clock()
-        self._position = position
-        self.num_read += 1
+        points = self._made(lambda: self._thinner.add(record), f"A record of step {record.step} is left out")
         if self._record is not None:
             self._record.add(record)
-        try:
-            points = self._thinner.add(record)
-        except Exception as error:  # noqa: BLE001 - it would fail the next time too
-            self._warn(f"thinner {type(error).__name__}", f"A record of step {record.step} is left out: {error!r}.")
-            return
         self._points += points
         self._most_points = max(self._most_points, len(points))
+        self._position = position
+        self.num_read += 1
 
     def _flush_thinner(self) -> None:
-        points = self._thinner.flush()
-        self._points += points
+        self._points += self._made(self._thinner.flush, "The last values of metrics, for points to come, are left out")
         self._observe()
+
+    def _made(self, make: Callable[[], list[Point]], loss: str) -> list[Point]:
+        try:
+            return make()
+        except Exception as error:  # noqa: BLE001 - it would fail the next time too
+            self._warn(f"thinner {type(error).__name__}", f"{loss}: {error!r}.")
+            return []
 
     def _observe(self) -> None:
         self.counts = self._thinner.counts
@@ -238,26 +300,32 @@ class Delivery(Generic[ThinnerT]):
             call(self._thinner)
         except Exception as error:  # noqa: BLE001
             self._warn(f"change {type(error).__name__}", f"The thinning of metrics cannot be changed: {error!r}.")
-        self._save(replace(self.progress, thinner=self._thinner.snapshot()))
+        self.progress = replace(self.progress, thinner=self._thinner.snapshot())
+        self.progress = self._ledger.commit(self.progress)
 
     def _commit(self) -> bool:
         """Send the chunk, and note that it is acknowledged; return False if there was no more time."""
         if not self._send():
             return False
-        progress, sent = self.progress, self._sent_in_part
-        if sent.num_done or self.num_cut_in_part or self._position != progress.position:
-            self._ledger.note_set_aside(sent.set_aside)
-            self._save(
-                Progress(
-                    position=self._position,
-                    thinner=self._thinner.snapshot(),
-                    num_sent=progress.num_sent + self.num_sent_in_part,
-                    num_set_aside=progress.num_set_aside + len(sent.set_aside),
-                    num_cut=progress.num_cut + self.num_cut_in_part,
-                    kept=progress.kept if self._record is None else self._ledger.keep(self._record),
-                )
-            )
+        progress, sent, num_sent, num_cut = (
+            self.progress,
+            self._sent_in_part,
+            self.num_sent_in_part,
+            self.num_cut_in_part,
+        )
+        # Before anything is written, which may fail: what is counted in the progress must not be counted again.
         self._sent_in_part, self.num_cut_in_part, self._begun_seconds = Outcome(), 0, None
+        if sent.num_done or num_cut or self._position != progress.position:
+            self.progress = replace(
+                progress,
+                position=self._position,
+                thinner=self._thinner.snapshot(),
+                num_sent=progress.num_sent + num_sent,
+                num_set_aside=progress.num_set_aside + len(sent.set_aside),
+                num_cut=progress.num_cut + num_cut,
+                num_damaged=self.num_damaged,
+            )
+            self.progress = self._ledger.commit(self.progress, refused=sent.set_aside, record=self._record)
         return True
 
     def _send(self) -> bool:
@@ -277,7 +345,3 @@ class Delivery(Generic[ThinnerT]):
                     "server allows more.",
                 )
         return not self._points
-
-    def _save(self, progress: Progress) -> None:
-        self.progress = progress
-        self._ledger.save(progress)

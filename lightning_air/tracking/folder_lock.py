@@ -42,9 +42,25 @@ class FolderLock:
                 raise SpoolInUseError(f"{folder} is in use by this process already. Close its spool first.")
             self._descriptor = self._acquire()
             _held[self._key] = os.getpid()
-        with suppress(OSError):  # a full disk: then it does not say who
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._say_who()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its file is; something may have deleted it, and then others would get the folder too."""
+        return self._descriptor < 0 or self._is_current(self._descriptor)
+
+    def renew(self) -> None:
+        """Take the folder again, whose file was deleted.
+
+        Raises:
+            SpoolInUseError: Somebody else has taken it meanwhile.
+            OSError: The folder cannot be written.
+        """
+        with _changing:
+            if self._descriptor >= 0:
+                before, self._descriptor = self._descriptor, self._acquire()
+                os.close(before)
+        self._say_who()
 
     def release(self) -> None:
         """Let others have the folder; again is as good as once."""
@@ -53,6 +69,11 @@ class FolderLock:
             if descriptor >= 0 and _held.get(self._key) == os.getpid():
                 os.close(descriptor)
                 del _held[self._key]
+
+    def _say_who(self) -> None:
+        with suppress(OSError):  # a full disk: then it does not say who
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def _acquire(self) -> int:
         while True:

@@ -1,6 +1,7 @@
 """How long the server has been away, and when to say so."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 WARN_AFTER_SECONDS = 30.0
 """A shorter outage is nobody's concern."""
+
+_SAY_AGAIN_SECONDS = 3600.0  # after the last failure of one that was said
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Outages:
         self._warn = warn
         self._clock = clock
         self._since_seconds: float | None = None
+        self._num_times_said, self._said_seconds = 0, -math.inf
 
     def failed(self, error: Exception) -> None:
         """Note that a request was not acknowledged."""
@@ -52,8 +56,10 @@ class Outages:
         if self._since_seconds is None:
             self._since_seconds = now
         elif now - self._since_seconds >= WARN_AFTER_SECONDS:
+            self._num_times_said += now - self._said_seconds > _SAY_AGAIN_SECONDS
+            self._said_seconds = now
             self._warn(
-                "outage",
+                f"outage {self._num_times_said}",
                 f"The tracking server has taken no metrics for {now - self._since_seconds:.0f} s "
                 f"({self._stats.last_error}). They are kept on this machine and sent when it does; training goes on.",
             )

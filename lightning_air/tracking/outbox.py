@@ -133,7 +133,8 @@ def remove_outbox(folder: Path) -> None:
         OSError: It cannot be deleted.
     """
     (folder / OUTBOX_NAME).unlink(missing_ok=True)
-    (folder / f"{OUTBOX_NAME}{SCRATCH_SUFFIX}").unlink(missing_ok=True)
+    for scratch in folder.glob(f"{OUTBOX_NAME}.*{SCRATCH_SUFFIX}"):
+        scratch.unlink(missing_ok=True)
     shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)
     with suppress(OSError):  # something is in it
         folder.rmdir()

@@ -9,11 +9,11 @@ from mlflow.entities import Run
 
 from lightning_air.tracking.artifacts import FileUpload, TextArtifact, log_text
 from lightning_air.tracking.attempts import LAUNCH_TAG
-from lightning_air.tracking.background import trouble_of
 from lightning_air.tracking.door_errors import Refused
 from lightning_air.tracking.full_record import send_record
 from lightning_air.tracking.outbox import OUTPUT_FOLDER, Addressed, Ending, Outbox, remove_outbox, write_outbox
 from lightning_air.tracking.params_and_tags import ParamsAndTags
+from lightning_air.tracking.upload_errors import trouble_of
 from lightning_air.tracking.warn_once import Warn
 
 _OPEN = {"RUNNING", "SCHEDULED"}

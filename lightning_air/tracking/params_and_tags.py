@@ -6,10 +6,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from lightning_air.tracking.background import trouble_of
 from lightning_air.tracking.door_errors import Refused
 from lightning_air.tracking.metric_names import renamed_warning
 from lightning_air.tracking.params import change_tags, left_out_warning, param_batches, plan_params
+from lightning_air.tracking.upload_errors import trouble_of
 from lightning_air.tracking.warn_once import Warn
 
 _MAX_BATCH_TAGS = 100

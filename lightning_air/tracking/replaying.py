@@ -69,8 +69,17 @@ class LeftRecords:
             if number < position.segment:
                 segment_path(self.folder, number).unlink(missing_ok=True)
 
+    @property
+    def num_damaged(self) -> int:
+        """Places where records were left out by `read`, because they are not as they were written."""
+        return self._reader.num_damaged
+
     def prepare(self) -> None:
         """Do nothing: no records will come."""
+
+    def seal(self, seconds: float) -> bool:  # noqa: ARG002 - a spool's
+        """Do nothing: no records will come."""
+        return True
 
     def drop_spare(self) -> None:
         """Do nothing: there is none."""

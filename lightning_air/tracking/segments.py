@@ -4,12 +4,14 @@ import errno
 import mmap
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from lightning_air.tracking.record_codec import HEADER, LAST_FRAME, WORD_BYTES, body_bytes_of, frame_word
 
 _SUFFIX = ".records"
+_ASIDE_SUFFIX = ".aside"
 _PAGE_BYTES = 4096
 _PAGES_AT_ONCE = 32
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -49,10 +51,11 @@ class Segment:
         self.number = number
         self.num_bytes = num_bytes
         self.offset = len(HEADER)
-        path = segment_path(folder, number)
+        self.path = path = segment_path(folder, number)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _allocate(descriptor, num_bytes)
+            self._status = os.fstat(descriptor)
             self._map = mmap.mmap(descriptor, num_bytes)
             self.view = memoryview(self._map)
             self.words = self.view.cast("Q")
@@ -95,11 +98,24 @@ class Segment:
         """Say that no more frames follow."""
         self.words[self.offset // WORD_BYTES] = LAST_FRAME
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the file is still where it was made; whatever sweeps old files may have deleted it."""
+        try:
+            return os.path.samestat(self._status, self.path.stat())
+        except OSError:
+            return False
+
+    def content(self) -> memoryview:
+        """Return what is in memory, also of a file that was deleted. It stays there as long as anybody has this."""
+        return memoryview(self._map)
+
     def close(self) -> None:
         """Take the file out of memory; nothing may be written any more."""
         self.words.release()
         self.view.release()
-        self._map.close()
+        with suppress(BufferError):  # somebody reads it; then it goes with that
+            self._map.close()
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -111,6 +127,16 @@ def segment_numbers(folder: Path) -> list[int]:
     """Return the numbers of the segments that are there, in order."""
     stems = (path.name.removesuffix(_SUFFIX) for path in folder.glob(f"*{_SUFFIX}"))
     return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def put_segments_aside(folder: Path, last: int) -> None:
+    """Rename the segments of a folder up to a number, so that nobody reads or deletes them.
+
+    Raises:
+        OSError: One cannot be renamed.
+    """
+    for path in (segment_path(folder, number) for number in segment_numbers(folder) if number <= last):
+        path.rename(path.with_suffix(f".{time.time_ns()}{_ASIDE_SUFFIX}"))
 
 
 def _allocate(descriptor: int, num_bytes: int) -> None:

@@ -19,7 +19,7 @@ from lightning_air.tracking.points import Point
 from lightning_air.tracking.refusals import Refusals
 from lightning_air.tracking.rest_door import REQUEST_SECONDS
 from lightning_air.tracking.run_tags import TAG_PREFIX
-from lightning_air.tracking.spool_folder import SetAside
+from lightning_air.tracking.set_aside import SetAside
 from lightning_air.tracking.warn_once import Warn
 
 MAX_REQUESTS_PER_SECOND = 40.0

@@ -5,9 +5,11 @@ anybody else holds, the GIL kept. The kernel writes the pages to the disk in its
 dead; only a machine that goes down loses any. The writer's thread makes the next segment ready ahead of time.
 
 A disk that is full, or the limit of what the spool may take, costs records, never the training: they are counted, and
-it is said once.
+it is said, once an hour.
 """
 
+import logging
+import math
 import os
 import threading
 import time
@@ -17,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from zlib import crc32
 
-from lightning_air.tracking.folder_lock import FolderLock
+from lightning_air.tracking.folder_claim import FolderClaim
 from lightning_air.tracking.points import Record
 from lightning_air.tracking.record_codec import WORD_BYTES, Layout
 from lightning_air.tracking.segments import Position, Segment
@@ -25,9 +27,13 @@ from lightning_air.tracking.spool_files import SpoolFiles
 from lightning_air.tracking.spool_reader import SpoolReader
 from lightning_air.tracking.warn_once import Warn, WarnOnce
 
+logger = logging.getLogger(__name__)
+
 SEGMENT_BYTES = 1 << 20
 MAX_BYTES = 2 << 30
 
+_SEAL_SECONDS = 1.0
+_SAY_AGAIN_SECONDS = 3600.0
 _MOST_LAYOUTS = 1000
 _FAR = 1 << 62
 
@@ -53,7 +59,8 @@ class Spool:
 
     Raises:
         SpoolInUseError: Another process has the folder.
-        OSError: The folder cannot be made or written.
+        OSError: The folder cannot be made or written. Not if only the disk is full: then records are dropped, until
+            there is space.
         ValueError: If a size is too small.
     """
 
@@ -70,23 +77,23 @@ class Spool:
         self.num_appended = self.num_dropped = self.num_bad_values = 0
         self._warn = WarnOnce() if warn is None else warn
         self._max_bytes = max_bytes
-        # Others on the machine have no business in it, nor in what holds the folders of all runs.
-        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        self._folder_lock = FolderLock(self.folder)
+        self._claim = FolderClaim(self.folder, self._warn)
         try:
             self._files = SpoolFiles(self.folder, segment_bytes=segment_bytes, max_bytes=max_bytes, clock=clock)
         except BaseException:
-            self._folder_lock.release()
+            self._claim.release()
             raise
+        self._files.is_barred = not self._claim.is_held
         self._reader = SpoolReader(self.folder)
         self._end = Position(self._files.last_left, _FAR)
-        self._is_closed = False
+        self._is_closed = self._is_sealed = False
         self._append_lock = threading.RLock()
         self._is_appending = False
         self._deferred: deque[tuple[int, int, Mapping[str, float]]] = deque()
         self._layouts: dict[tuple[str, ...], Layout] = {}
-        self._num_layouts = 0
+        self._num_layouts = self._num_times_full = 0
+        self._full_seconds = -math.inf  # when it was, the last time
+        self._clock = clock
         self._segment: Segment | None = None
         _spools.add(self)
         self._files.prepare()
@@ -140,15 +147,21 @@ class Spool:
 
     def _append_with_care(self, timestamp_ms: int, step: int, values: Mapping[str, float]) -> bool:
         """Append what is not ordinary: new names, a full segment, values that are no numbers."""
+        if self._is_sealed:
+            self._warn("spool-sealed", f"Metrics of step {step} came while their run is being closed: they are lost.")
+            return False
         numbers = self._numbers_of(values)
-        if not numbers or self._is_closed:
+        if not numbers:
             return False
         layout = self._layout_of(tuple(numbers))
         body = layout.pack(int(timestamp_ms), int(step), *numbers.values())
         segment = self._segment_for(layout, len(body))
         if segment is None:
+            now = self._clock()
+            self._num_times_full += now - self._full_seconds > _SAY_AGAIN_SECONDS
+            self._full_seconds = now
             return self._drop(
-                "spool-full",
+                f"spool-full {self._num_times_full}",
                 f"No space for metrics in {self.folder} (it may take {self._max_bytes:,} bytes, or the disk is full): "
                 "they are lost until the server has taken what is there. Free space, or choose a larger disk.",
             )
@@ -208,7 +221,10 @@ class Spool:
     def read(self, position: Position, max_records: int) -> list[tuple[Position, Record]]:
         """Return the records after a position, at most so many, each with the position after it."""
         is_growing = self._segment is not None  # looked up before its end
-        return self._reader.read(position, max_records, last=self.end.segment, is_growing=is_growing)
+        segments = [segment for segment in (*self._files.in_memory(), self._segment) if segment is not None]
+        return self._reader.read(
+            position, max_records, last=self.end.segment, is_growing=is_growing, in_memory=segments
+        )
 
     @property
     def num_damaged(self) -> int:
@@ -228,43 +244,86 @@ class Spool:
         self._files.release(position)
 
     def prepare(self) -> None:
-        """Have the next segment ready, so that `append` need not wait for the disk; to be called often."""
+        """Have the next segment ready, so that `append` need not wait for the disk; to be called often. Never raises.
+
+        Where something else has deleted the folder, it is made again, and what comes from then on goes there.
+        """
         if not self._is_closed:
-            self._files.prepare()
+            try:
+                self._keep_folder()
+                self._files.prepare()
+            except Exception as error:  # noqa: BLE001 - what it was for fails too then, and says so
+                logger.debug("%s is not ready for more: %r", self.folder, error)
+
+    def _keep_folder(self) -> None:
+        self._claim.keep()
+        self._files.is_barred = not self._claim.is_held
+        self._files.drop_lost()
+        segment = self._segment
+        if segment is not None and not segment.is_there and self._append_lock.acquire(blocking=False):
+            try:
+                if not self._is_appending:
+                    self._put_away()  # what comes from now on goes to where a later process finds it
+            finally:
+                self._append_lock.release()
 
     def drop_spare(self) -> None:
         """Give the space of the next segment back: something else needs it more."""
         self._files.drop_spares()
+
+    def seal(self, seconds: float = _SEAL_SECONDS) -> bool:
+        """Take no more records: what is there now is all. Any thread's; again is as good as once.
+
+        Args:
+            seconds: To wait for an `append` of another thread, which a disk may hold up.
+
+        Returns:
+            Whether no record can come any more; if not, one is still under way.
+        """
+        if not self._append_lock.acquire(timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX))):
+            return self._is_sealed
+        try:
+            if not self._is_sealed:
+                if self._is_appending:  # this is a signal handler, and its thread will go on where it was
+                    self._end, self._segment = self.end, None
+                while self._deferred:
+                    self._append(*self._deferred.popleft())
+                self._is_sealed = True
+                self._put_away()
+        finally:
+            self._append_lock.release()
+        return True
+
+    def _put_away(self) -> None:
+        """Append no more to the segment at hand. Whoever calls has the lock."""
+        segment = self._segment
+        self._end, self._segment = self.end, None
+        if segment is not None:
+            self._files.retire(segment)
 
     def close(self) -> None:
         """Take no more records, and let others have the folder with what is in it; again is as good as once.
 
         Never raises. A writer's thread that could not be waited for may go on reading.
         """
+        if self._is_closed:
+            return
         try:
-            with self._append_lock:
-                if self._is_closed:
-                    return
-                if self._is_appending:  # this is a signal handler, and its thread will go on where it was
-                    self._end, self._segment = self.end, None
-                while self._deferred:
-                    self._append(*self._deferred.popleft())
-                self._end, self._is_closed = self.end, True
-                segment, self._segment = self._segment, None
-            if segment is not None:
-                segment.close()
+            self.seal()
+            self._is_closed = True
             self._files.close()
         except Exception as error:  # noqa: BLE001 - what is written is written, and training goes on
             self._warn("spool-close", f"{self.folder} is not closed as it should be: {error!r}.")
         finally:
-            self._is_closed, self._segment = True, None
+            self._is_closed = self._is_sealed = True
+            self._segment = None
             self._reader.close()
-            self._folder_lock.release()
+            self._claim.release()
 
     def leave_to_parent(self) -> None:
         """In a forked process: the folder and all that is mapped are the parent's, whatever its threads were doing."""
         self._append_lock = threading.RLock()
-        self._segment, self._is_closed, self._is_appending = None, True, False
+        self._segment, self._is_closed, self._is_sealed, self._is_appending = None, True, True, False
         self._deferred.clear()
 
 

@@ -28,6 +28,7 @@ class SpoolFiles:
 
     Attributes:
         last_left: Number of the last segment that an earlier spool has left, or has used; 0 if there is none.
+        is_barred: No segment may be made: the folder is not ours yet.
 
     Raises:
         ValueError: If a size is too small.
@@ -52,10 +53,11 @@ class SpoolFiles:
         self._numbers = itertools.count(self.last_left + 1)
         self._spares: deque[Segment] = deque()
         self._retired: deque[Segment] = deque()
+        self._kept: dict[int, Segment] = {}  # done with, and in memory only: something has deleted their files
         self._retry_at_seconds = clock()
         self._making: object | None = None
         self._waited_for: object | None = None
-        self._is_closed = False
+        self._is_closed = self.is_barred = False
 
     def take(self, num_bytes: int) -> Segment | None:
         """Return an empty segment with room for so many bytes; None if there is no space. The appending thread's.
@@ -70,6 +72,9 @@ class SpoolFiles:
                 segment = self._pop_spare(num_bytes, discards=True) or self._make(num_bytes)
             except OSError:
                 self._retry_at_seconds = self._clock() + _RETRY_SECONDS
+        if segment is not None and self._is_closed:  # meanwhile: the disk has held us up
+            self._discard(segment)
+            return None
         if segment is not None:
             self._last_taken = segment.number
         return segment
@@ -94,11 +99,22 @@ class SpoolFiles:
         self._tidy()  # if it was closed meanwhile
 
     def release(self, position: Position) -> None:
-        """Delete the segments before a position. The writer's thread's."""
+        """Delete the segments before a position. The writer's thread's.
+
+        Raises:
+            OSError: One cannot be deleted; it is tried again the next time.
+        """
         for number in tuple(self._sizes):
             if number < position.segment:
                 segment_path(self._folder, number).unlink(missing_ok=True)
                 self._sizes.pop(number, None)
+        for number in tuple(self._kept):
+            if number < position.segment and (segment := self._kept.pop(number, None)) is not None:
+                segment.close()
+
+    def in_memory(self) -> list[Segment]:
+        """Return the segments that are done with and still in memory. The writer's thread's."""
+        return [*self._kept.values(), *self._retired.copy()]
 
     def drop_spares(self) -> None:
         """Delete what was made and not taken. The writer's thread's, and `close`'s."""
@@ -110,6 +126,8 @@ class SpoolFiles:
         """Delete what was made and not taken, and make no more; any thread's, whatever the others are doing."""
         self._is_closed = True
         self.drop_spares()
+        while self._kept:
+            self._kept.popitem()[1].close()
 
     def _tidy(self) -> None:
         if self._is_closed:
@@ -153,7 +171,7 @@ class SpoolFiles:
             raise
 
     def _check_space(self) -> None:
-        if sum(tuple(self._sizes.values())) > self._max_bytes:
+        if self.is_barred or sum(tuple(self._sizes.values())) > self._max_bytes:
             raise OSError(errno.EDQUOT, "the spool may not take more", str(self._folder))
 
     def _discard(self, spare: Segment) -> None:
@@ -163,7 +181,15 @@ class SpoolFiles:
 
     def _close_retired(self) -> None:
         while (segment := _popped(self._retired)) is not None:
-            segment.close()
+            if segment.is_there or self._is_closed:
+                segment.close()
+            else:
+                self._kept[segment.number] = segment
+
+    def drop_lost(self) -> None:
+        """Delete what was made ahead of time and is not in the folder any more. The writer's thread's."""
+        if any(not spare.is_there for spare in self._spares.copy()):
+            self.drop_spares()
 
 
 def _popped(segments: deque[Segment]) -> Segment | None:

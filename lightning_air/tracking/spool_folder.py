@@ -1,20 +1,26 @@
-"""What lies in a spool's folder beside the records: whose they are, what was set aside, and how the folder goes."""
+"""What lies in a spool's folder beside the records: whose they are, small files that are whole, and how it all goes."""
 
+import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_air.tracking.charging import new_writer
-from lightning_air.tracking.points import Point
 from lightning_air.tracking.segments import segment_numbers, segment_path
 from lightning_air.tracking.whole_file import SCRATCH_SUFFIX, write_whole
 
 PROGRESS_NAME = "progress.json"
-SET_ASIDE_NAME = "set_aside.jsonl"
+PREVIOUS_NAME = "progress.previous.json"
 RUN_NAME = "run.json"
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+class NoSpoolError(ValueError):
+    """A folder that is no spool's: it does not say whose records it holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +46,9 @@ class RunInfo:
     found: int = 0
 
 
-@dataclass(frozen=True)
-class SetAside:
-    """A point that the server refuses, and why."""
-
-    point: Point
-    reason: str
+def is_full(error: OSError) -> bool:
+    """Return whether the disk has no more space for us."""
+    return error.errno in _NO_SPACE
 
 
 def write_run_info(folder: Path, info: RunInfo) -> None:
@@ -61,35 +64,34 @@ def read_run_info(folder: Path) -> RunInfo:
     """Return whose records the folder holds.
 
     Raises:
-        ValueError: If it is no spool's folder.
+        NoSpoolError: It does not say.
+        ValueError: It says something that cannot be read.
     """
     try:
         return RunInfo(**json.loads((folder / RUN_NAME).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
+        is_there = not isinstance(error, FileNotFoundError | NotADirectoryError)
+        raise (ValueError if is_there else NoSpoolError)(
             f"{folder} is no spool of metrics: {RUN_NAME} cannot be read ({error}). Pass the folder of one run, "
             "spool_dir/<run id>."
         ) from error
 
 
 def noted_segment(folder: Path) -> int:
-    """Return the number of the segment that the folder's progress points at; 0 if it says none.
+    """Return the number of the latest segment that the folder's progress points at; 0 if it says none.
 
     Raises:
         OSError: If the folder cannot be read.
     """
+    return max(_noted_segment(folder / name) for name in (PROGRESS_NAME, PREVIOUS_NAME))
+
+
+def _noted_segment(path: Path) -> int:
     try:
-        segment = json.loads((folder / PROGRESS_NAME).read_bytes())["position"][0]
+        segment = json.loads(path.read_bytes())["position"][0]
     except (FileNotFoundError, ValueError, TypeError, LookupError):  # then nobody goes on there either
         return 0
     return segment if type(segment) is int and segment > 0 else 0
-
-
-def add_set_aside(folder: Path, refused: Iterable[SetAside]) -> None:
-    """Add points to the list of those that were set aside, one JSON object per line."""
-    lines = [json.dumps({**item.point._asdict(), "reason": item.reason}) + "\n" for item in refused]
-    with (folder / SET_ASIDE_NAME).open("a") as file:
-        file.write("".join(lines))
 
 
 def remove_folder(folder: Path) -> None:
@@ -100,10 +102,10 @@ def remove_folder(folder: Path) -> None:
     Raises:
         OSError: If it cannot be deleted.
     """
-    scratch = [folder / (name + SCRATCH_SUFFIX) for name in (PROGRESS_NAME, RUN_NAME)]
-    paths = [*(segment_path(folder, number) for number in segment_numbers(folder)), *scratch]
+    segments = (segment_path(folder, number) for number in segment_numbers(folder))
     # The lock last, and what tells whose they are before it.
-    for path in (*paths, folder / PROGRESS_NAME, folder / RUN_NAME, folder / "lock"):
+    small = (folder / name for name in (PREVIOUS_NAME, PROGRESS_NAME, RUN_NAME, "lock"))
+    for path in (*segments, *folder.glob(f"*{SCRATCH_SUFFIX}"), *small):
         path.unlink(missing_ok=True)
     if not os.listdir(folder):  # noqa: PTH208 - a list
         folder.rmdir()

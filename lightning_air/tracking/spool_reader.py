@@ -2,6 +2,7 @@
 
 import logging
 import mmap
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from lightning_air.tracking.record_codec import (
     body_bytes_of,
     is_whole,
 )
-from lightning_air.tracking.segments import Position, segment_numbers, segment_path
+from lightning_air.tracking.segments import Position, Segment, segment_numbers, segment_path
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,13 @@ class SpoolReader:
         self._open: _OpenSegment | None = None
 
     def read(
-        self, position: Position, max_records: int, *, last: int | None = None, is_growing: bool = False
+        self,
+        position: Position,
+        max_records: int,
+        *,
+        last: int | None = None,
+        is_growing: bool = False,
+        in_memory: Collection[Segment] = (),
     ) -> list[tuple[Position, Record]]:
         """Return the records after a position, each with the position after it.
 
@@ -51,14 +58,15 @@ class SpoolReader:
             last: The last segment to read. While somebody appends it is the one appended to, looked up before this
                 call: then what an earlier segment does not hold, it never will. None for all there are.
             is_growing: Somebody appends to the last one.
+            in_memory: Segments that this process has in memory: they are read though their files are deleted.
         """
         found: list[tuple[Position, Record]] = []
-        segment = self._segment_at(position, last)
+        segment = self._segment_at(position, last, in_memory)
         while segment is not None:
             self.num_damaged += segment.read_into(found, max_records, is_growing=is_growing and segment.number == last)
             if len(found) >= max_records or segment.number == last:
                 break
-            segment = self._segment_at(Position(segment.number + 1, 0), last)
+            segment = self._segment_at(Position(segment.number + 1, 0), last, in_memory)
         return found
 
     def count(self, position: Position, *, last: int | None = None) -> int:
@@ -74,15 +82,18 @@ class SpoolReader:
         # Not unmapped here: that cannot be done, and would be a crash, while another thread is reading.
         self._open = None
 
-    def _segment_at(self, position: Position, last: int | None) -> "_OpenSegment | None":
+    def _segment_at(
+        self, position: Position, last: int | None, in_memory: Collection[Segment]
+    ) -> "_OpenSegment | None":
         """Return the segment of a position, there, or the first later one; None if there is none up to the last."""
         segment = self._open
         if segment is None or segment.number != position.segment or segment.offset > position.offset:
-            numbers = segment_numbers(self._folder)
+            loaded = {each.number: each for each in in_memory}
+            numbers = sorted({*segment_numbers(self._folder), *loaded})
             number = next((n for n in numbers if position.segment <= n and (last is None or n <= last)), None)
             if number is None:
                 return None
-            segment = self._open = _OpenSegment(self._folder, number)
+            segment = self._open = _OpenSegment(self._folder, number, loaded.get(number))
         if segment.number == position.segment:
             segment.skip_to(position.offset)
         return segment
@@ -91,14 +102,19 @@ class SpoolReader:
 class _OpenSegment:
     """A segment file that is read from its beginning, so that every definition is seen. Unmapped once it is garbage."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, segment: Segment | None) -> None:
         self.number = number
         self.offset = len(HEADER)
         self._path = segment_path(folder, number)
         self._decoder = Decoder()
         self._view = memoryview(b"")
-        with suppress(ValueError), self._path.open("rb") as file:  # an empty file cannot be mapped
-            self._view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        try:
+            with suppress(ValueError), self._path.open("rb") as file:  # an empty file cannot be mapped
+                self._view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except FileNotFoundError:
+            if segment is None:
+                raise
+            self._view = segment.content()
         is_ready = self._view[: len(HEADER)] == HEADER  # not if it was being made when the process was killed
         self._num_bytes = len(self._view) // WORD_BYTES * WORD_BYTES if is_ready else 0
         self._words = self._view[: self._num_bytes].cast("Q")

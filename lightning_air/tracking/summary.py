@@ -144,6 +144,10 @@ def _losses(stats: WriterStats) -> list[str]:
         parts.append(f"{' and '.join(over)} dropped by the budget of metric steps, which is used up")
     if stats.num_dropped:
         parts.append(f"{stats.num_dropped:,} records dropped for want of disk space")
+    if stats.num_lost:
+        parts.append(f"{stats.num_lost:,} records lost with files that something has deleted")
+    if stats.num_damaged:
+        parts.append(f"records at {stats.num_damaged:,} places that the disk has damaged")
     return [f"Not on the server: {'; '.join(parts)}."] if parts else ["All of it is on the server."]
 
 

@@ -16,12 +16,18 @@ from lightning_air.tracking.charging import BEFORE, Charge, new_writer
 from lightning_air.tracking.door import Door, open_door
 from lightning_air.tracking.full_record import FullRecord
 from lightning_air.tracking.metric_names import renamed_warning
-from lightning_air.tracking.progress import load_progress, save_progress
-from lightning_air.tracking.replaying import charged_anew
+from lightning_air.tracking.progress import Progress, forget_damaged, load_progress, save_progress
 from lightning_air.tracking.run_thinner import RunThinner
-from lightning_air.tracking.segments import Position
+from lightning_air.tracking.segments import Position, put_segments_aside
 from lightning_air.tracking.spool import Spool
-from lightning_air.tracking.spool_folder import RUN_NAME, RunInfo, read_run_info, remove_folder, write_run_info
+from lightning_air.tracking.spool_folder import (
+    NoSpoolError,
+    RunInfo,
+    is_full,
+    read_run_info,
+    remove_folder,
+    write_run_info,
+)
 from lightning_air.tracking.tails import Tail, copy_tail, lay_down
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.window import Event
@@ -52,7 +58,7 @@ class Tracker:
 
     Raises:
         SpoolInUseError: Another process logs into the run from this machine.
-        OSError: The folder cannot be written.
+        OSError: The folder cannot be written. Not if only the disk is full.
     """
 
     def __init__(
@@ -80,35 +86,27 @@ class Tracker:
         self._tracking_uri = tracking_uri
         self._warn = warn
         self._on_events = on_events
-        put_aside_if_damaged(folder, warn)
         if tail is not None and earlier is None and not has_run(folder):
-            # In a spool of its own: what it holds is then what another process has left.
-            with closing(Spool(folder, warn=warn)) as spool:
-                lay_down(
-                    spool,
-                    tail,
-                    run_id=run_id,
-                    tracking_uri=tracking_uri,
-                    shown=shown or {},
-                    found=found,
-                    full_record=full_record,
-                )
+            self._lay_down(tail, shown or {}, found=found, full_record=full_record)
         self._spool = Spool(folder, warn=warn)
         self._keeps_all = full_record
         self._record: FullRecord | None = None
         try:
-            if not has_run(folder):
-                thinner = self._begin(new_thinner, charged, found, earlier)
+            info, progress = self._known(), load_progress(folder)
+            forget_damaged(folder)
+            if info is None:
+                thinner, info = self._begin(new_thinner, charged, found, earlier)
+                progress = Progress()
             elif earlier is None:
-                thinner = self._take_over(new_thinner, charged)
+                thinner, info, progress = self._take_over(info, progress, new_thinner, charged)
             else:  # the thinner goes on where the server's acknowledgements ended
-                thinner = restore_thinner(load_progress(folder).thinner or read_run_info(folder).thinner)
-            info, progress = read_run_info(folder), load_progress(folder)
+                thinner = restore_thinner(progress.thinner or info.thinner)
             if full_record or info.full_record or progress.kept is not None:
                 self._record = FullRecord(folder, progress.kept, warn=warn, on_part=on_part)
         except BaseException:
             self._spool.close()
             raise
+        self._info = info
         self._thinner = thinner
         self._plan, self._used = thinner.newest.plan(), thinner.newest.used
         opened = door(tracking_uri)
@@ -132,11 +130,47 @@ class Tracker:
             settle=self._charge.settle,
             observe=self._observe,
             record=self._record,
+            info=info,
             warn=warn,
             flush_seconds=flush_seconds,
         )
         self._writer.start()
         self._is_closed = False
+
+    def _known(self) -> RunInfo | None:
+        """Return whose records the folder holds; None if it holds none, or of nobody knows whom."""
+        try:
+            return read_run_info(self.folder)
+        except ValueError as error:
+            progress = load_progress(self.folder)
+            if progress.thinner is not None:  # then only its writer is not known, which stays charged
+                info = RunInfo(run_id=self.run_id, tracking_uri=self._tracking_uri, thinner=progress.thinner)
+                self._try_to(lambda: write_run_info(self.folder, info))
+                return info
+            if not isinstance(error, NoSpoolError):
+                put_segments_aside(self.folder, self._spool.end.segment)
+                self._warn("unknown", f"{error} The metrics in it are put aside there, and not sent.")
+            return None
+
+    def _lay_down(self, tail: Tail, shown: Mapping[str, tuple[int, int]], *, found: int, full_record: bool) -> None:
+        """Put what the checkpoint has into a spool of its own: so it is then what another process has left."""
+        try:
+            with closing(Spool(self.folder, warn=self._warn)) as spool:
+                lay_down(
+                    spool,
+                    tail,
+                    run_id=self.run_id,
+                    tracking_uri=self._tracking_uri,
+                    shown=shown,
+                    found=found,
+                    full_record=full_record,
+                )
+        except OSError as error:
+            if not _has_no_space(error):
+                raise
+            self._warn(
+                "tail", f"Metrics that the checkpoint has, and the server not, are not sent: {error}. They stay in it."
+            )
 
     def _begin(
         self,
@@ -144,8 +178,8 @@ class Tracker:
         charged: Mapping[str, int],
         found: int,
         earlier: "Tracker | None",
-    ) -> RunThinner:
-        """Return the thinner of a folder that has nothing of the run."""
+    ) -> tuple[RunThinner, RunInfo]:
+        """Return the thinner of a folder that has nothing of the run, and whose it is."""
         self._spool.release(Position(self._spool.end.segment + 1, 0))  # nobody knows whose it is
         writer, num_charged = new_writer(), 0
         if earlier is None:
@@ -163,13 +197,20 @@ class Tracker:
             charged=num_charged,
             found=found,
         )
-        write_run_info(self.folder, info)
-        return thinner
+        self._try_to(lambda: write_run_info(self.folder, info))
+        return thinner, info
 
-    def _take_over(self, new_thinner: Callable[[int], RunThinner], charged: Mapping[str, int]) -> RunThinner:
-        """Return the thinner of a folder that has what another process has left, or a tail."""
-        progress = load_progress(self.folder)
-        info = charged_anew(self.folder, read_run_info(self.folder), progress)
+    def _take_over(
+        self,
+        info: RunInfo,
+        progress: Progress,
+        new_thinner: Callable[[int], RunThinner],
+        charged: Mapping[str, int],
+    ) -> tuple[RunThinner, RunInfo, Progress]:
+        """Return the thinner of a folder that has what another process has left, or a tail; whose, and how far."""
+        if progress.thinner is None:  # as in a replay
+            info = replace(info, writer=new_writer(), charged=0)
+            self._try_to(lambda: write_run_info(self.folder, info))
         num_left = self._spool.count_left(progress.position)
         elsewhere = sum(points for writer, points in charged.items() if writer != info.writer) + info.charged
         if BEFORE not in charged:
@@ -178,8 +219,23 @@ class Tracker:
         new = new_thinner(elsewhere + progress.num_sent)
         thinner.hand_over(new, after=num_left, elsewhere=elsewhere)
         # Before the first record of this attempt, or the next one would not know where it begins.
-        save_progress(self.folder, replace(progress, thinner=thinner.snapshot()))
-        return thinner
+        handed_over = replace(progress, thinner=thinner.snapshot())
+        self._try_to(lambda: save_progress(self.folder, handed_over))
+        return thinner, info, handed_over
+
+    def _try_to(self, write: Callable[[], object]) -> None:
+        """Write into the folder; the writer tries again what a full disk does not take."""
+        try:
+            write()
+        except OSError as error:
+            if not _has_no_space(error):
+                raise
+            self._warn(
+                "no space",
+                f"There is no space in {self.folder} ({error}). Metrics are sent all the same, as far as there is any; "
+                "but if this process is killed now, some are lost or sent again. Free space, or choose another "
+                "spool_dir.",
+            )
 
     # ---- logging -----------------------------------------------------------------------------------------------------
 
@@ -230,11 +286,10 @@ class Tracker:
 
         Raises:
             OSError: The folder cannot be read.
-            ValueError: It holds no run.
         """
         for _ in range(_TRIES):
             progress = load_progress(self.folder)
-            snapshot = progress.thinner or read_run_info(self.folder).thinner
+            snapshot = progress.thinner or self._info.thinner
             copied = copy_tail(self.folder, progress.position)
             has_gap = load_progress(self.folder).position.segment > max(1, progress.position.segment)
             if copied is not None and not has_gap:  # the writer has deleted no segment meanwhile
@@ -273,29 +328,19 @@ class Tracker:
 
 
 def has_run(folder: Path) -> bool:
-    """Return whether a spool's folder holds what somebody has logged into a run."""
+    """Return whether a spool's folder holds what somebody has logged into a run, readable or not."""
     try:
         read_run_info(folder)
+    except NoSpoolError:
+        return load_progress(folder).thinner is not None
     except ValueError:
-        return False
+        return True
     return True
 
 
-def put_aside_if_damaged(folder: Path, warn: Warn) -> None:
-    """Give a folder another name if it has records and does not tell whose: nobody may write over them.
-
-    Raises:
-        OSError: It cannot be renamed.
-    """
-    if has_run(folder) or not (folder / RUN_NAME).exists():
-        return
-    aside = folder.with_name(f"{folder.name}.damaged-{time.time_ns()}")
-    folder.rename(aside)
-    warn(
-        "damaged",
-        f"What an earlier attempt has left of the run {folder.name} cannot be sent: {RUN_NAME} is damaged. It is kept "
-        f"in {aside}.",
-    )
+def _has_no_space(error: OSError) -> bool:
+    """Return whether a full disk is the reason; then the folder may not even be there."""
+    return is_full(error) or isinstance(error, FileNotFoundError)
 
 
 def restore_thinner(snapshot: Mapping[str, Any]) -> RunThinner:

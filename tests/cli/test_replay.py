@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_air.cli import main
+from lightning_air.tracking.segments import BEGINNING, segment_path
+from lightning_air.tracking.spool_reader import SpoolReader
 from tests.kit.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.kit.mlflow_server import MlflowServer, mlflow_server
 from tests.tracking.killing import fit_forever, killed, open_tracker, stored_mark
@@ -174,6 +176,23 @@ def test_a_point_that_the_server_refuses_is_set_aside_and_said(
     assert "not this one" in complaints
     assert "not this one" in aside.read_text()
     assert list(folder.iterdir()) == [aside]
+
+
+def test_what_the_disk_has_damaged_is_left_out_and_said(
+    server: MlflowServer, left: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [(begin, _), (end, _)] = SpoolReader(left).read(BEGINNING, 2)
+    path = segment_path(left, end.segment)
+    content = bytearray(path.read_bytes())
+    content[(begin.offset + end.offset) // 2] ^= 1
+    path.write_bytes(content)
+
+    code, shown, complaints = replay(capsys, left)
+
+    assert code == 0
+    assert shown == f"{left}: 4 points of the run {left.name} are on the server, 1 damaged places left out\n"
+    assert "not as they were written" in complaints
+    assert {point.step for point in server.points_of(left.name)} == {0, 2, 3, 4}
 
 
 def test_the_server_can_be_another_one(

@@ -155,12 +155,12 @@ def killed(path: Path, function: Callable[..., None], *args: Any, least: int = 1
         is_killed = killing.result()
     assert is_killed, result.output + str(result.error)
     assert result.exitcode == -signal.SIGKILL, result.output + str(result.error)
-    return _words(path)[1:]
+    return words_of(path)[1:]
 
 
 def _kill(path: Path, num_steps: int) -> bool:
     for _ in range(60_000):
-        if path.exists() and len(words := _words(path)) > num_steps:
+        if path.exists() and len(words := words_of(path)) > num_steps:
             time.sleep(random.random() / 100)
             os.kill(words[0], signal.SIGKILL)
             return True
@@ -168,6 +168,7 @@ def _kill(path: Path, num_steps: int) -> bool:
     return False
 
 
-def _words(path: Path) -> list[int]:
+def words_of(path: Path) -> list[int]:
+    """Return what a process has said: its number, and then the steps that are safe."""
     content = path.read_bytes()
     return [word for (word,) in _WORD.iter_unpack(content[: len(content) // 8 * 8])]

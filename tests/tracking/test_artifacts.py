@@ -28,7 +28,7 @@ from lightning_air.tracking.artifacts import (
     yaml_text,
 )
 from lightning_air.tracking.points import Point
-from lightning_air.tracking.spool_folder import SetAside, add_set_aside
+from lightning_air.tracking.set_aside import SetAside, add_set_aside
 from lightning_air.tracking.window import Event
 from tests.tracking.local_store import MLFLOW_WARNING, local_client
 

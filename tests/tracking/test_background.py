@@ -27,8 +27,9 @@ from mlflow.protos.databricks_pb2 import (
 )
 from mlflow.store.artifact import http_artifact_repo
 
-from lightning_air.tracking.background import TRIES_IN_A_ROW, Background, trouble_of
+from lightning_air.tracking.background import TRIES_IN_A_ROW, Background
 from lightning_air.tracking.door_errors import Busy, Refused, Unreachable
+from lightning_air.tracking.upload_errors import trouble_of
 from tests.kit.faulty_proxy import Fault, faulty_proxy
 
 law = settings(derandomize=True, deadline=None, database=None, max_examples=60)
@@ -181,6 +182,16 @@ def test_pauses_grow_and_retry_after_is_kept() -> None:
         background.close(1000.0)
         assert background.num_done == 2
         assert 30 < sum(clock.waited) < 95
+
+
+@pytest.mark.parametrize("asked_seconds", [0.0, None])
+def test_a_server_that_asks_for_no_pause_gets_one_all_the_same(asked_seconds: float | None) -> None:
+    """As one does whose clock is behind, and that names a date."""
+    clock = FakeTime()
+    with running(clock=clock, wait=clock.wait) as background:
+        background.submit("busy", failing(5, Busy("429", retry_after_seconds=asked_seconds)))
+        assert background.flush(SECONDS)
+    assert sum(clock.waited) > 0.25 * (2**5 - 1)
 
 
 def test_outage_is_said_when_it_lasts() -> None:

@@ -19,6 +19,7 @@ from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.points import Point, Record
 from lightning_air.tracking.progress import load_progress
 from lightning_air.tracking.replaying import replay
+from lightning_air.tracking.segments import segment_numbers
 from lightning_air.tracking.spool import Spool
 from lightning_air.tracking.spool_folder import RunInfo, read_run_info, write_run_info
 from lightning_air.tracking.thinning import Thinner
@@ -157,13 +158,37 @@ def test_a_second_time_goes_on_where_the_first_one_ended(tmp_path: Path) -> None
     assert not folder.exists()
 
 
-def test_if_the_progress_is_lost_all_that_is_left_is_sent_again_and_kept_once(tmp_path: Path) -> None:
+def test_if_the_progress_is_lost_before_anything_was_released_all_is_sent_again_and_kept_once(tmp_path: Path) -> None:
     folder, door = left(tmp_path), ListDoor()
     (folder / "progress.json").write_text('{"version": 1, "posi')
     for point in points_of(Windows(), 60):
         door.stored[point] = None
     assert replay_to(door, folder).is_complete
-    assert set(points_of(Windows(), 100)) <= set(door.stored)
+    assert sorted(door.stored) == points_of(Windows(), 100)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{"], ids=["deleted", "empty", "cut"])
+def test_if_the_latest_progress_is_lost_the_one_before_it_leads_to_the_same_points(
+    content: bytes | None, tmp_path: Path
+) -> None:
+    """As when the machine goes down; much of what was sent is deleted already by then."""
+    folder, door = left(tmp_path, num_steps=2000), ListDoor()
+
+    def fail_in_the_middle(number: int) -> None:
+        if number > 4:
+            raise Unreachable("away")
+
+    door.trouble = fail_in_the_middle
+    assert not replay_to(door, folder, deadline_seconds=1.0).is_complete
+    assert min(segment_numbers(folder)) > 1
+    (folder / "progress.json").unlink()
+    if content is not None:
+        (folder / "progress.json").write_bytes(content)
+    door.trouble = lambda _: None
+    result = replay_to(door, folder)
+    assert result.is_complete
+    assert sorted(door.stored) == points_of(Windows(), 2000)
+    assert result.stats.num_sent == len(door.stored)
 
 
 def test_refused_points_are_left_behind_with_their_reasons(tmp_path: Path) -> None:

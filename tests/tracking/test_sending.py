@@ -269,8 +269,18 @@ def test_an_outage_of_hours_is_waited_for_and_said_once_it_is_long() -> None:
     assert bench.sender.stats.outage_seconds == pytest.approx(seconds, rel=0.01)
     assert bench.idled > seconds  # meanwhile the spool is looked after
     kinds = [kind for kind, _ in bench.warnings]
-    assert set(kinds) == {"outage"}
+    assert set(kinds) == {"outage 1"}
     assert "has taken no metrics for" in bench.warnings[0][1]
+
+
+def test_an_outage_of_another_day_is_said_again() -> None:
+    door = ListDoor(trouble=failing(Unreachable("refused"), times=20))
+    bench = Bench(door)
+    for _ in range(2):
+        assert bench.sender.send(twenty()).num_done == 20
+        door.trouble = failing(Unreachable("refused"), times=len(door.batches) + 20)
+        bench.time.now += 86_400
+    assert {kind for kind, _ in bench.warnings} == {"outage 1", "outage 2"}
 
 
 def test_a_short_outage_is_nobodys_concern() -> None:

@@ -102,6 +102,8 @@ def test_end_when_not() -> None:
         num_over_budget=4_816,
         num_cut=12,
         num_dropped=9,
+        num_lost=8,
+        num_damaged=2,
         last_error="Connection refused",
     )
     text = end_text(
@@ -120,7 +122,8 @@ def test_end_when_not() -> None:
             "Not on the server: 3 points set aside, which the server refuses; "
             "5 points and 70 records pending, kept for the next attempt or `lightning-air replay` (Connection refused)"
             "; 4,816 values and 12 points dropped by the budget of metric steps, which is used up"
-            "; 9 records dropped for want of disk space."
+            "; 9 records dropped for want of disk space; 8 records lost with files that something has deleted"
+            "; records at 2 places that the disk has damaged."
         ),
         "Best checkpoint: /c/last.ckpt",
         "Kept for the next attempt or `lightning-air replay`: logs/node_0/stdout.log.",

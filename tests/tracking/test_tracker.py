@@ -237,6 +237,62 @@ def test_what_the_run_had_before_is_stored_before_more_is_sent(
     assert tracker.stats.num_over_budget > 0 or tracker.stats.num_thinned > 0
 
 
+# ---- a damaged folder ------------------------------------------------------------------------------------------------
+
+
+def leave(server: MlflowServer, proxy: FaultyProxy, run_id: str, folder: Path) -> None:
+    """Leave the steps from 10 to 99, of which windows of 7 are made; the steps before them are sent."""
+    tracker = open_tracker(proxy.url, run_id, folder, step=7)
+    log(tracker, range(10))
+    assert tracker.flush(DEADLINE_SECONDS)
+    proxy.refuse()
+    log(tracker, range(10, 100))
+    assert not tracker.close(0.1)
+    proxy.accept()
+
+
+@pytest.mark.parametrize("damage", ["cut", "deleted", "a folder"])
+def test_what_is_left_arrives_though_it_cannot_be_read_whose_it_is(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path, damage: str
+) -> None:
+    """The folder's name and the progress tell all but the writer, whose charge stays."""
+    leave(server, proxy, run_id, tmp_path / "spool")
+    path = tmp_path / "spool" / RUN_NAME
+    path.unlink()
+    if damage == "cut":
+        path.write_text('{"run_id": "')
+    elif damage == "a folder":
+        path.mkdir()
+        (path / "something").touch()
+
+    tracker = open_tracker(proxy.url, run_id, tmp_path / "spool", step=7, charged=stored_charges(server, run_id))
+    if damage == "a folder":
+        shutil.rmtree(path)
+    log(tracker, range(100, 106))
+    assert tracker.close(DEADLINE_SECONDS)
+
+    assert curve(server, run_id)[:14] == [(step + 6, step + 3.0) for step in range(0, 98, 7)]
+    assert len(server.points_of(run_id)) <= stored_mark(server, run_id)
+
+
+def test_what_is_left_of_nobody_knows_whom_is_put_aside_and_not_deleted(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path
+) -> None:
+    leave(server, proxy, run_id, tmp_path / "spool")
+    for path in (tmp_path / "spool").glob("*.json"):
+        path.write_text("{")
+    records = sorted(path.read_bytes() for path in (tmp_path / "spool").glob("*.records"))
+    warnings = Warnings()
+
+    tracker = open_tracker(server.url, run_id, tmp_path / "spool", warn=warnings)
+    log(tracker, range(200, 203))
+    assert tracker.close(DEADLINE_SECONDS)
+
+    assert {step for step, _ in curve(server, run_id)} >= {200, 201, 202}
+    assert sorted(path.read_bytes() for path in (tmp_path / "spool").glob("*.aside")) == records
+    assert "put aside" in warnings.text
+
+
 # ---- stages of one process -------------------------------------------------------------------------------------------
 
 
@@ -693,25 +749,3 @@ def test_what_can_be_known_of_it(server: MlflowServer, run_id: str, tmp_path: Pa
     assert tracker.close(DEADLINE_SECONDS)
     assert "'c$' as 'c_-" in warnings.text
     assert tracker._thinner.snapshot()["thinner"]["steps"]["strides"]["horizon"] == 1_000
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b'{"run_id": "other"}'], ids=["empty", "cut off", "another form"])
-def test_records_of_which_nobody_knows_whose_they_are_are_put_aside(
-    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path, content: bytes
-) -> None:
-    proxy.refuse()
-    tracker = open_tracker(proxy.url, run_id, tmp_path / "spool")
-    log(tracker, range(3))
-    assert not tracker.close(0.1)
-    (tmp_path / "spool" / RUN_NAME).write_bytes(content)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "spool").iterdir()}
-
-    warnings = Warnings()
-    tracker = open_tracker(server.url, run_id, tmp_path / "spool", warn=warnings)
-    log(tracker, range(3, 5))
-    assert tracker.close(DEADLINE_SECONDS)
-
-    assert not (tmp_path / "spool").exists()
-    [aside] = tmp_path.iterdir()
-    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
-    assert f"{RUN_NAME} is damaged. It is kept in {aside}" in warnings.text
