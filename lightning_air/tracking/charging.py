@@ -112,7 +112,8 @@ class Charge:
     def __call__(self, num_points: int) -> int:
         """Return how many points of the spool may have been sent in all, before they are: at most so many.
 
-        What was granted once is granted again.
+        Points that were not allowed count on: a killed process may have sent them when they were. What was granted
+        once is granted again.
 
         Raises:
             DoorError: The server cannot be asked, or does not take it.

@@ -330,9 +330,10 @@ class Delivery(Generic[ThinnerT]):
 
     def _send(self) -> bool:
         if self._points:
-            num_sent = self.progress.num_sent + self.num_sent_in_part
-            total = num_sent + len(self._points)
-            outcome = self._sender.send(self._points, before=lambda: self._options.before_send(total) - num_sent)
+            # With those cut: a process that was killed may have sent them, when there was room for them still.
+            num_gone = self.progress.num_sent + self.num_sent_in_part + self.progress.num_cut + self.num_cut_in_part
+            total = num_gone + len(self._points)
+            outcome = self._sender.send(self._points, before=lambda: self._options.before_send(total) - num_gone)
             self._sent_in_part.num_done += outcome.num_done
             self._sent_in_part.set_aside += outcome.set_aside
             self._points = self._points[outcome.num_done : len(self._points) - outcome.num_cut]

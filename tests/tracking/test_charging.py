@@ -82,7 +82,7 @@ class Spool:
         try:
             position = self.num_sent + self.num_cut
             self.num_made = max(self.num_made, position + num_points)
-            num_allowed = self.charge(self.num_sent + num_points) - self.num_sent
+            num_allowed = self.charge(position + num_points) - position
             assert num_allowed <= num_points
             num_allowed = max(0, num_allowed)
             self.server.store({(self.writer, position + index) for index in range(num_allowed)})
@@ -357,3 +357,17 @@ def test_an_outage_grants_nothing_and_loses_nothing() -> None:
 def test_uncharged_lets_all_pass() -> None:
     assert Uncharged()(7) == 7
     Uncharged().settle(7, 1.0)
+
+
+def test_what_a_killed_process_has_stored_counts_although_it_was_cut_when_it_was_sent_again() -> None:
+    server = Server()
+    spool = Spool(server, 100)
+    assert spool.charge(20) == 20
+    server.store({(spool.writer, index) for index in range(20)})  # and is killed before it notes that
+    spool.restart()
+    server.tags[writer_tag("another")] = "95"  # raised, and not lowered yet to what it is granted
+    spool.send(45)
+    assert (spool.num_sent, spool.num_cut) == (5, 40)
+    server.tags[writer_tag("another")] = "0"
+    spool.send(40)
+    assert sum(who == spool.writer for who, _ in server.points) <= charges_of(server.tags)[spool.writer] <= 100
