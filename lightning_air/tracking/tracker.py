@@ -7,31 +7,23 @@ spool's folder, and whoever opens the run again, or replays the folder, goes on 
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from lightning_air.tracking.charging import BEFORE, Charge, new_writer
+from lightning_air.tracking.beginning import Beginning, has_run, restore_thinner
+from lightning_air.tracking.charging import Charge
 from lightning_air.tracking.door import Door, open_door
 from lightning_air.tracking.full_record import FullRecord
 from lightning_air.tracking.metric_names import renamed_warning
-from lightning_air.tracking.progress import Progress, forget_damaged, load_progress, save_progress
+from lightning_air.tracking.progress import load_progress
 from lightning_air.tracking.run_thinner import RunThinner
-from lightning_air.tracking.segments import Position, put_segments_aside
 from lightning_air.tracking.spool import Spool
-from lightning_air.tracking.spool_folder import (
-    NoSpoolError,
-    RunInfo,
-    is_full,
-    read_run_info,
-    remove_folder,
-    write_run_info,
-)
-from lightning_air.tracking.tails import Tail, copy_tail, lay_down
+from lightning_air.tracking.spool_folder import remove_folder
+from lightning_air.tracking.tails import Tail, copy_tail
 from lightning_air.tracking.warn_once import Warn
 from lightning_air.tracking.window import Event
 from lightning_air.tracking.writer import Writer, WriterStats
+
+__all__ = ["Tracker", "restore_thinner"]
 
 _TRIES = 10
 
@@ -83,24 +75,23 @@ class Tracker:
         self.run_id = run_id
         self.folder = folder
         self.seconds_blocked = 0.0
-        self._tracking_uri = tracking_uri
         self._warn = warn
         self._on_events = on_events
+        beginning = Beginning(folder, run_id, tracking_uri, found=found, full_record=full_record, warn=warn)
         if tail is not None and earlier is None and not has_run(folder):
-            self._lay_down(tail, shown or {}, found=found, full_record=full_record)
+            beginning.lay_down(tail, shown or {})
         self._spool = Spool(folder, warn=warn)
-        self._keeps_all = full_record
         self._record: FullRecord | None = None
         try:
-            info, progress = self._known(), load_progress(folder)
-            forget_damaged(folder)
-            if info is None:
-                thinner, info = self._begin(new_thinner, charged, found, earlier)
-                progress = Progress()
-            elif earlier is None:
-                thinner, info, progress = self._take_over(info, progress, new_thinner, charged)
-            else:  # the thinner goes on where the server's acknowledgements ended
-                thinner = restore_thinner(progress.thinner or info.thinner)
+            begun = beginning.known(self._spool)
+            if begun is not None and earlier is None:
+                begun = beginning.take_over(self._spool, begun, new_thinner, charged)
+            elif begun is None and earlier is None:
+                begun = beginning.anew(self._spool, new_thinner(sum(charged.values()) + found))
+            elif begun is None:
+                begun = beginning.anew(self._spool, *_handed_on(earlier))
+            # Else the thinner goes on where the server's acknowledgements ended.
+            thinner, info, progress = begun.thinner, begun.info, begun.progress
             if full_record or info.full_record or progress.kept is not None:
                 self._record = FullRecord(folder, progress.kept, warn=warn, on_part=on_part)
         except BaseException:
@@ -136,106 +127,6 @@ class Tracker:
         )
         self._writer.start()
         self._is_closed = False
-
-    def _known(self) -> RunInfo | None:
-        """Return whose records the folder holds; None if it holds none, or of nobody knows whom."""
-        try:
-            return read_run_info(self.folder)
-        except ValueError as error:
-            progress = load_progress(self.folder)
-            if progress.thinner is not None:  # then only its writer is not known, which stays charged
-                info = RunInfo(run_id=self.run_id, tracking_uri=self._tracking_uri, thinner=progress.thinner)
-                self._try_to(lambda: write_run_info(self.folder, info))
-                return info
-            if not isinstance(error, NoSpoolError):
-                put_segments_aside(self.folder, self._spool.end.segment)
-                self._warn("unknown", f"{error} The metrics in it are put aside there, and not sent.")
-            return None
-
-    def _lay_down(self, tail: Tail, shown: Mapping[str, tuple[int, int]], *, found: int, full_record: bool) -> None:
-        """Put what the checkpoint has into a spool of its own: so it is then what another process has left."""
-        try:
-            with closing(Spool(self.folder, warn=self._warn)) as spool:
-                lay_down(
-                    spool,
-                    tail,
-                    run_id=self.run_id,
-                    tracking_uri=self._tracking_uri,
-                    shown=shown,
-                    found=found,
-                    full_record=full_record,
-                )
-        except OSError as error:
-            if not _has_no_space(error):
-                raise
-            self._warn(
-                "tail", f"Metrics that the checkpoint has, and the server not, are not sent: {error}. They stay in it."
-            )
-
-    def _begin(
-        self,
-        new_thinner: Callable[[int], RunThinner],
-        charged: Mapping[str, int],
-        found: int,
-        earlier: "Tracker | None",
-    ) -> tuple[RunThinner, RunInfo]:
-        """Return the thinner of a folder that has nothing of the run, and whose it is."""
-        self._spool.release(Position(self._spool.end.segment + 1, 0))  # nobody knows whose it is
-        writer, num_charged = new_writer(), 0
-        if earlier is None:
-            thinner = new_thinner(sum(charged.values()) + found)
-        else:
-            thinner = restore_thinner(earlier._thinner.snapshot())  # noqa: SLF001
-            thinner.begin_anew()
-            writer, num_charged = earlier._charge.writer, earlier._charge.own  # noqa: SLF001
-        info = RunInfo(
-            run_id=self.run_id,
-            tracking_uri=self._tracking_uri,
-            thinner=thinner.snapshot(),
-            full_record=self._keeps_all,
-            writer=writer,
-            charged=num_charged,
-            found=found,
-        )
-        self._try_to(lambda: write_run_info(self.folder, info))
-        return thinner, info
-
-    def _take_over(
-        self,
-        info: RunInfo,
-        progress: Progress,
-        new_thinner: Callable[[int], RunThinner],
-        charged: Mapping[str, int],
-    ) -> tuple[RunThinner, RunInfo, Progress]:
-        """Return the thinner of a folder that has what another process has left, or a tail; whose, and how far."""
-        if progress.thinner is None:  # as in a replay
-            info = replace(info, writer=new_writer(), charged=0)
-            self._try_to(lambda: write_run_info(self.folder, info))
-        num_left = self._spool.count_left(progress.position)
-        elsewhere = sum(points for writer, points in charged.items() if writer != info.writer) + info.charged
-        if BEFORE not in charged:
-            elsewhere += info.found
-        thinner = restore_thinner(progress.thinner or info.thinner)
-        new = new_thinner(elsewhere + progress.num_sent)
-        thinner.hand_over(new, after=num_left, elsewhere=elsewhere)
-        # Before the first record of this attempt, or the next one would not know where it begins.
-        handed_over = replace(progress, thinner=thinner.snapshot())
-        self._try_to(lambda: save_progress(self.folder, handed_over))
-        return thinner, info, handed_over
-
-    def _try_to(self, write: Callable[[], object]) -> None:
-        """Write into the folder; the writer tries again what a full disk does not take."""
-        try:
-            write()
-        except OSError as error:
-            if not _has_no_space(error):
-                raise
-            self._warn(
-                "no space",
-                f"There is no space in {self.folder} ({error}). Metrics are sent all the same, as far as there is any; "
-                "but if this process is killed now, some are lost or sent again. Free space, or choose another "
-                "spool_dir.",
-            )
 
     # ---- logging -----------------------------------------------------------------------------------------------------
 
@@ -327,22 +218,9 @@ class Tracker:
             self._on_events(events)
 
 
-def has_run(folder: Path) -> bool:
-    """Return whether a spool's folder holds what somebody has logged into a run, readable or not."""
-    try:
-        read_run_info(folder)
-    except NoSpoolError:
-        return load_progress(folder).thinner is not None
-    except ValueError:
-        return True
-    return True
-
-
-def _has_no_space(error: OSError) -> bool:
-    """Return whether a full disk is the reason; then the folder may not even be there."""
-    return is_full(error) or isinstance(error, FileNotFoundError)
-
-
-def restore_thinner(snapshot: Mapping[str, Any]) -> RunThinner:
-    """Return the thinner of a spool's folder, for `replay`."""
-    return RunThinner.from_snapshot(snapshot)
+def _handed_on(earlier: Tracker | None) -> tuple[RunThinner, str, int]:
+    """Return what the next tracker of the same process goes on with: the thinner, who is charged, and with how much."""
+    assert earlier is not None
+    thinner = restore_thinner(earlier._thinner.snapshot())  # noqa: SLF001 - of its own class
+    thinner.begin_anew()
+    return thinner, earlier._charge.writer, earlier._charge.own  # noqa: SLF001
