@@ -230,6 +230,26 @@ def detect_gpu_visibility(environ: Mapping[str, str] | None = None) -> GpuVisibi
     )
 
 
+def global_seed(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return what `seed_everything` was given, which it leaves in PL_GLOBAL_SEED; None if nothing.
+
+    Args:
+        environ: The environment; None is `os.environ`.
+
+    Raises:
+        ValueError: If the variable holds no whole number.
+    """
+    text = _Environment(os.environ if environ is None else environ).text("PL_GLOBAL_SEED")
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"PL_GLOBAL_SEED must be a whole number, got {text!r}. Call `seed_everything`, or unset it."
+        ) from None
+
+
 def staging_area(path: str | Path | None = None) -> StagingArea:
     """Choose the local directory for files on their way to a volume; creates nothing.
 

@@ -24,6 +24,7 @@ from lightning_air.runtime import (
     detect_job_run,
     detect_launch,
     detect_platform,
+    global_seed,
     staging_area,
 )
 
@@ -586,3 +587,15 @@ def test_runtime_imports_neither_lightning_nor_torch() -> None:
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not [name for name in imported if name.partition(".")[0] in {"lightning", "torch", "lightning_air"}]
+
+
+@pytest.mark.parametrize(
+    ("environ", "seed"), [({}, None), ({"PL_GLOBAL_SEED": " "}, None), ({"PL_GLOBAL_SEED": "7"}, 7)]
+)
+def test_the_seed_is_what_seed_everything_has_left(environ: dict[str, str], seed: int | None) -> None:
+    assert global_seed(environ) == seed
+
+
+def test_a_seed_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match="PL_GLOBAL_SEED must be a whole number, got 'x7'"):
+        global_seed({"PL_GLOBAL_SEED": "x7"})
