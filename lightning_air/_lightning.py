@@ -22,6 +22,7 @@ from lightning.fabric.utilities.types import _PATH as PathLike  # noqa: N811
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger, MLFlowLogger
 
 # Private: by its type Lightning's loop goes, too; without it a step that reads batches itself would look like others.
@@ -72,6 +73,7 @@ __all__ = [
     "SaveConfigCallback",
     "Strategy",
     "StrategyRegistry",
+    "Tqdm",
     "Trainer",
     "TrainerFn",
     "WeightAveraging",
@@ -93,6 +95,7 @@ __all__ = [
     "set_num_batches",
     "to_uncompiled",
     "unwrap_train_dataloaders",
+    "will_read_anew",
     "wrap_train_dataloaders",
 ]
 
@@ -215,6 +218,16 @@ def read_anew(trainer: Trainer) -> None:
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None  # since `setup_data`
     iter(fetcher)
+
+
+def will_read_anew(trainer: Trainer) -> bool:
+    """Say, in `on_train_epoch_start`, whether Lightning asks for a new iterator for the epoch that begins.
+
+    It does not for the first epoch of a run, for which it asked when it set up the loader.
+    """
+    loop = trainer.fit_loop
+    is_resuming = getattr(loop, "is_resuming", False)  # from Lightning 2.6 on
+    return trainer.current_epoch > 0 and not is_resuming and not loop.epoch_loop.restarting
 
 
 def hands_out_its_iterator(trainer: Trainer) -> bool:

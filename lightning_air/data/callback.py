@@ -4,7 +4,7 @@ The order of samples is a function of (seed, epoch, position); the checkpoint ho
 optimizer has stepped. This callback hands Lightning loaders that read from there, and puts Lightning's counters there.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,13 +27,15 @@ from lightning_air._lightning import (
     wrap_train_dataloaders,
 )
 from lightning_air.data.entry import Feed
-from lightning_air.data.loader import Waiting
+from lightning_air.data.loader import Refused, Waiting
 from lightning_air.data.loops import Counts, rewind, stand
 from lightning_air.data.map_feed import MapFeed, MapOptions
 from lightning_air.data.permutation import whole_number
 from lightning_air.data.record import DataChangedError, PositionRecord, checked_tail
 from lightning_air.data.speed import DataSpeed
 from lightning_air.data.splitting import Tail
+from lightning_air.data.stream_feed import Iterable, StreamFeed, is_stream
+from lightning_air.data.stream_record import StreamRecord
 from lightning_air.runtime import global_seed
 
 OnInexact = Literal["refuse", "warn"]
@@ -83,12 +85,16 @@ class DataPosition(Callback):
         shuffle: bool = True,
         tail: Tail = "drop",
         on_inexact: OnInexact = "refuse",
+        iterable: Iterable = "stateful",
         fingerprint: str = "",
     ) -> None:
         if seed is not None:
             seed = whole_number("seed", seed, 0, 2**64 - 1)
         if on_inexact not in get_args(OnInexact):
             raise ValueError(f"on_inexact must be 'refuse' or 'warn', got {on_inexact!r}.")
+        if iterable not in get_args(Iterable):
+            names = ", ".join(map(repr, get_args(Iterable)))
+            raise ValueError(f"iterable must be one of {names}, got {iterable!r}.")
         if not isinstance(shuffle, bool):
             raise TypeError(f"shuffle must be True or False, got {shuffle!r}.")
         if not isinstance(fingerprint, str):
@@ -97,10 +103,12 @@ class DataPosition(Callback):
         self._shuffle = shuffle
         self._tail = checked_tail(tail)
         self._on_inexact = on_inexact
+        self._iterable: Iterable = iterable
         self._fingerprint = fingerprint
         self._trainer: Trainer | None = None  # while fitting
         self._last_trainer: Trainer | None = None
         self._feed: Feed | None = None
+        self._refusal: Exception | None = None
         self._waiting = Waiting()
         self._loaded: tuple[Any, Counts] | None = None  # to go on from, until training begins
         self._is_loaded_from_memory = False
@@ -150,13 +158,24 @@ class DataPosition(Callback):
             return None
         record, counts = ended
         change_counters(trainer, lambda loops: rewind(loops, record.epoch, counts, is_mid_epoch=True))
-        return ended
+        return ended if ended is self._loaded or self._feed is None else (self._feed.saved(), counts)
 
     def _positioned(self, loaders: Any) -> Any:
+        """Return what the user gave to train on, with its position known; where it cannot be, training is refused."""
+        self._refusal = None
+        try:
+            return self._with_position(loaders)
+        except (TypeError, ValueError) as refusal:
+            # Raised when training begins: around this call Lightning patches torch's loaders, and does not undo that
+            # if it raises.
+            self._refusal = refusal
+            return Refused()
+
+    def _with_position(self, loaders: Any) -> Any:
         """Return what the user gave to train on, with its position known.
 
         Raises:
-            ValueError: If it cannot be known.
+            TypeError, ValueError: If it cannot be known.
         """
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
         if len(combined.flattened) != 1:
@@ -175,6 +194,8 @@ class DataPosition(Callback):
 
     def _feed_of(self, loader: Any) -> Feed:
         assert self._trainer is not None
+        if is_stream(loader):
+            return StreamFeed(loader, self._trainer, self._iterable, self._fingerprint, self._waiting)
         adopted = self._feed.record if isinstance(self._feed, MapFeed) else None
         options = MapOptions(
             seed=self._seed,
@@ -201,10 +222,11 @@ class DataPosition(Callback):
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         self._is_loaded_from_memory = False
         if state is not None:
-            record = PositionRecord.from_state_dict(state.get("record")).begun()
+            kind = StreamRecord if "stream" in state else PositionRecord
+            record = kind.from_state_dict(state.get("stream" if kind is StreamRecord else "record")).begun()
             counts = Counts(**state["counts"])
             self._loaded = record, counts
-            rewind(loops, record.epoch, counts, is_mid_epoch=record.position > 0)
+            rewind(loops, record.epoch, counts, is_mid_epoch=self._goes_on_in(record))
             return
         self._loaded = None
         before = stand(loops)
@@ -216,6 +238,11 @@ class DataPosition(Callback):
             )
         rewind(loops, before.epoch, before.counts, is_mid_epoch=False)
 
+    def _goes_on_in(self, record: Any) -> bool:
+        """Say whether training goes on in the middle of an epoch."""
+        restarts = isinstance(record, StreamRecord) and self._iterable == "restart_epoch"
+        return record.position > 0 and not restarts
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go to the position. Collective: every rank calls this.
@@ -223,8 +250,10 @@ class DataPosition(Callback):
         Raises:
             DataChangedError: If what is read now is not what the position is in.
             RuntimeError: If the ranks have not the same data.
-            ValueError: If the training step reads its batches itself.
+            TypeError, ValueError: If the position in the loader cannot be known.
         """
+        if not trainer.strategy.reduce_boolean_decision(self._refusal is None, all=True):
+            raise self._refusal or RuntimeError("Another rank has refused its data: see its error.")
         feed = self._feed
         assert feed is not None  # made for the loader that Lightning has just set up
         if hands_out_its_iterator(trainer):
@@ -235,12 +264,12 @@ class DataPosition(Callback):
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             feed.adopt(loaded[0])
-        self._check_ranks(trainer, (feed.identity, loaded), "data")
+        self._check_ranks(trainer, (feed.identity, loaded and (loaded[0].shared(), loaded[1])), "data")
         self._committed_step = trainer.global_step
         self._num_inexact = 0
         self._speed.start()
         self._waiting.take()
-        if loaded is None or not loaded[0].position:
+        if loaded is None or not (self._goes_on_in(loaded[0]) or self._is_loaded_from_memory):
             if trainer.ckpt_path is not None:
                 end_restart(trainer)
             if loaded is not None:
@@ -261,7 +290,7 @@ class DataPosition(Callback):
                 f"The data are others than in the training before, which has ended within epoch {record.epoch}: the "
                 "epoch is begun anew with them."
             )
-            return replace(entry.record, position=0)
+            return entry.record.at_start(record.epoch)
         self._num_inexact = entry.num_inexact
         if entry.is_chosen:
             rank_zero_warn(f"{entry.problem} {entry.bound}")
@@ -348,7 +377,7 @@ class DataPosition(Callback):
         if self._trainer is not None and self._committed is not None:
             self._commit(self._trainer)  # saved in a hook between the optimizer's step and the batch's end
         stand_now = self._stand()
-        return {} if stand_now is None else {"record": stand_now[0].state_dict(), "counts": asdict(stand_now[1])}
+        return {} if stand_now is None else _as_state(*stand_now)
 
     def _stand(self) -> tuple[Any, Counts] | None:
         """Return where training would go on; None where it has not been anywhere."""
@@ -367,8 +396,12 @@ class DataPosition(Callback):
         """
         # Ours is in the callback's state, and stock Lightning would refuse a loader's state without such a loader.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        stand_now = self._stand()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._check_ranks(trainer, self.state_dict(), "position in the data")
+            shared = stand_now and (stand_now[0].shared(), stand_now[1])
+            self._check_ranks(trainer, shared, "position in the data")
+        if stand_now is not None and stand_now is not self._loaded and isinstance(self._feed, StreamFeed):
+            checkpoint["callbacks"][self.state_key] = _as_state(self._feed.saved(), stand_now[1])
 
     def _check_ranks(self, trainer: Trainer, own: Any, what: str) -> None:
         if trainer.world_size == 1:
@@ -384,13 +417,20 @@ class DataPosition(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._let_go(trainer)
+        self._stop_reading(trainer)
+        self._trainer = None
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # What is committed stays: a checkpoint may be written after this.
-        unwrap_train_dataloaders(trainer)
+        self._stop_reading(trainer)
 
-    def _let_go(self, trainer: Trainer) -> None:
+    def _stop_reading(self, trainer: Trainer) -> None:
         unwrap_train_dataloaders(trainer)
-        self._trainer = None
+        if self._feed is not None:
+            self._feed.close()
+
+
+def _as_state(record: Any, counts: Counts) -> dict[str, Any]:
+    name = "stream" if isinstance(record, StreamRecord) else "record"
+    return {name: record.state_dict(), "counts": asdict(counts)}

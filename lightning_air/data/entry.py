@@ -34,6 +34,9 @@ class Feed(Protocol):
     def record(self) -> Any:
         """Where training would go on: the same on every rank."""
 
+    def saved(self) -> Any:
+        """Return the same with all that a checkpoint needs. Collective: every rank calls this."""
+
     @property
     def identity(self) -> Any:
         """What all ranks must have in common before they begin."""
@@ -64,3 +67,6 @@ class Feed(Protocol):
 
     def finish_epoch(self) -> bool:
         """Take the epoch for a whole one; return whether anything of it was left."""
+
+    def close(self) -> None:
+        """Stop reading. What is committed stays."""

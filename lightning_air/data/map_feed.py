@@ -74,6 +74,10 @@ class MapFeed:
         """Where training would go on."""
         return self._sampler.record
 
+    def saved(self) -> PositionRecord:
+        """Return the same: all ranks have it."""
+        return self.record
+
     @property
     def identity(self) -> Any:
         """What all ranks must have in common."""
@@ -175,6 +179,9 @@ class MapFeed:
         left = self._sampler.split.num_batches - self._sampler.num_committed
         self._sampler.commit(left)
         return left > 0
+
+    def close(self) -> None:
+        """End: nothing is open."""
 
 
 def _limited(num_batches: int, limit: float) -> int:

@@ -444,7 +444,7 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (lambda: DataLoader(Endless(), batch_size=4), {}, r"__len__ and __getitem__, got .*Endless\. Give it a length"),
+        (lambda: DataLoader(Endless(), batch_size=4), {}, r"cannot resume .*\.Endless: a stream needs"),
         (lambda: DataLoader(Unsized(), batch_size=4, sampler=range(9)), {}, r"__len__ and __getitem__, got .*Unsized"),
         (lambda: [torch.zeros(2)] * 3, {}, "one training loader, got 3"),
         (lambda: [loader(), loader()], {}, r"one training loader, got 2 \(of Numbers, Numbers\). Combine their"),
@@ -567,6 +567,13 @@ def test_a_checkpoint_without_a_position_within_an_epoch_is_refused_or_its_epoch
 def test_a_bad_option_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         DataPosition(**options)
+
+
+def test_a_refusal_leaves_torch_s_loaders_as_they_were() -> None:
+    before = DataLoader.__init__, DataLoader.__setattr__
+    with pytest.raises(ValueError, match="one training loader, got 2"):
+        fit(Learner(), [loader(), loader()], DataPosition())
+    assert (DataLoader.__init__, DataLoader.__setattr__) == before
 
 
 def test_a_run_that_dies_leaves_the_trainer_as_it_was() -> None:
