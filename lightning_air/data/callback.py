@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -161,15 +162,37 @@ class DataPosition(Callback):
         return ended if ended is self._loaded or self._feed is None else (self._feed.saved(), counts)
 
     def _positioned(self, loaders: Any) -> Any:
-        """Return what the user gave to train on, with its position known; where it cannot be, training is refused."""
-        self._refusal = None
+        """Return what the user gave to train on, with its position known; where it cannot be, training is refused.
+
+        Collective: every rank calls this.
+        """
+        # Raised when training begins: around this call Lightning patches torch's loaders, and does not undo that if it
+        # raises. What it does with a loader next depends on the loader, so until then all ranks have the same.
+        self._refusal, positioned = None, None
         try:
-            return self._with_position(loaders)
+            positioned = self._with_position(loaders)
         except (TypeError, ValueError) as refusal:
-            # Raised when training begins: around this call Lightning patches torch's loaders, and does not undo that
-            # if it raises.
             self._refusal = refusal
-            return Refused()
+        self._agree_on_refusal()
+        return positioned if self._refusal is None else Refused()
+
+    def _agree_on_refusal(self) -> None:
+        trainer = self._trainer
+        assert trainer is not None
+        if trainer.world_size == 1:
+            return
+        kind = "" if self._feed is None or self._refusal is not None else self._feed.kind
+        told: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(told, (self._refusal and str(self._refusal), kind))
+        for rank, (reason, _) in enumerate(told):
+            if reason is not None:
+                self._refusal = self._refusal or ValueError(f"On rank {rank}: {reason}")
+                return
+        kinds = [kind for _, kind in told]
+        if len(set(kinds)) > 1:
+            self._refusal = ValueError(
+                f"The ranks have not the same kind of data: {'; '.join(kinds)}. Give every rank the same dataset."
+            )
 
     def _with_position(self, loaders: Any) -> Any:
         """Return what the user gave to train on, with its position known.
@@ -252,8 +275,8 @@ class DataPosition(Callback):
             RuntimeError: If the ranks have not the same data.
             TypeError, ValueError: If the position in the loader cannot be known.
         """
-        if not trainer.strategy.reduce_boolean_decision(self._refusal is None, all=True):
-            raise self._refusal or RuntimeError("Another rank has refused its data: see its error.")
+        if self._refusal is not None:
+            raise self._refusal
         feed = self._feed
         assert feed is not None  # made for the loader that Lightning has just set up
         if hands_out_its_iterator(trainer):

@@ -31,6 +31,10 @@ class Feed(Protocol):
     loader: Any
 
     @property
+    def kind(self) -> str:
+        """What it is, in words that differ where Lightning would treat it otherwise."""
+
+    @property
     def record(self) -> Any:
         """Where training would go on: the same on every rank."""
 

@@ -70,6 +70,11 @@ class MapFeed:
     # ---- where it is -------------------------------------------------------------------------------------------------
 
     @property
+    def kind(self) -> str:
+        """What it is."""
+        return "a dataset with an index"
+
+    @property
     def record(self) -> PositionRecord:
         """Where training would go on."""
         return self._sampler.record

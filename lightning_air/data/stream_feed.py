@@ -110,6 +110,15 @@ class StreamFeed:
     # ---- where it is -------------------------------------------------------------------------------------------------
 
     @property
+    def kind(self) -> str:
+        """What it is: to Lightning it is another thing with a length."""
+        try:
+            len(self.loader)
+        except (TypeError, NotImplementedError):
+            return f"a stream ({self._how})"
+        return f"a stream with a length ({self._how})"
+
+    @property
     def record(self) -> StreamRecord:
         """Where training would go on, as far as all ranks know it: without their states."""
         return replace(
