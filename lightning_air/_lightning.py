@@ -22,7 +22,11 @@ from lightning.fabric.utilities.types import _PATH as PathLike  # noqa: N811
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger, MLFlowLogger
+
+# Private: by its type Lightning's loop goes, too; without it a step that reads batches itself would look like others.
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -51,6 +55,7 @@ __all__ = [
     "ClusterEnvironment",
     "CombinedLoader",
     "DDPStrategy",
+    "DataLoaderIterDataFetcher",
     "FSDPStrategy",
     "LightningCLI",
     "LightningEnvironment",
@@ -68,25 +73,29 @@ __all__ = [
     "SaveConfigCallback",
     "Strategy",
     "StrategyRegistry",
+    "Tqdm",
     "Trainer",
     "TrainerFn",
     "WeightAveraging",
     "all_parts",
     "batches_that_stepped",
+    "change_counters",
     "end_restart",
+    "hands_out_its_iterator",
     "is_overridden",
     "loaded_checkpoint",
-    "num_stepped",
     "optimizers_to_device",
     "other_package_hint",
     "rank_zero_experiment",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "read_anew",
     "refuse_other_package",
     "set_num_batches",
     "to_uncompiled",
     "unwrap_train_dataloaders",
+    "will_read_anew",
     "wrap_train_dataloaders",
 ]
 
@@ -143,16 +152,21 @@ def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     return loaded
 
 
-def batches_that_stepped(checkpoint: Mapping[str, Any]) -> int:
-    """Return how many batches a run has stepped in, which is what Lightning logs at, as its checkpoint says.
+def batches_that_stepped(run: Trainer | Mapping[str, Any]) -> int:
+    """Return how many batches have ended in an optimizer's step, which is what Lightning logs at.
 
     With several optimizers these are fewer than `global_step`, which counts each of them.
 
-    Private: a checkpoint's own state of the loops, which has no public reader.
+    Private: of a Trainer as of a checkpoint, the state of the loops has no public reader.
+
+    Args:
+        run: A Trainer (within a batch: without that batch), or what a checkpoint holds.
     """
-    global_step = int(checkpoint.get("global_step", 0))
+    if isinstance(run, Trainer):
+        return run.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001
+    global_step = int(run.get("global_step", 0))
     try:
-        stepped = int(checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])
+        stepped = int(run["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])
     except (KeyError, TypeError):  # of another tool
         return global_step
     return global_step if global_step <= stepped + 1 else stepped  # the last batch is counted after a save in it
@@ -190,10 +204,50 @@ def set_num_batches(trainer: Trainer, num_batches: int) -> None:
     fetcher = loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None  # since `setup_data`
     fetcher.combined_loader.limits = [num_batches]
-    iter(fetcher)
+    read_anew(trainer)
     is_by_batches = getattr(trainer, "val_check_batch", None) not in {None, float("inf")}
     if is_by_batches and isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
+
+
+def read_anew(trainer: Trainer) -> None:
+    """Let Lightning ask its loader for a new iterator, and read as far ahead as it does.
+
+    Private, as is what keeps the iterator.
+    """
+    fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
+    assert fetcher is not None  # since `setup_data`
+    iter(fetcher)
+
+
+def will_read_anew(trainer: Trainer) -> bool:
+    """Say, in `on_train_epoch_start`, whether Lightning asks for a new iterator for the epoch that begins.
+
+    It does not for the first epoch of a run, for which it asked when it set up the loader.
+    """
+    loop = trainer.fit_loop
+    is_resuming = getattr(loop, "is_resuming", False)  # from Lightning 2.6 on
+    return trainer.current_epoch > 0 and not is_resuming and not loop.epoch_loop.restarting
+
+
+def hands_out_its_iterator(trainer: Trainer) -> bool:
+    """Say whether `training_step` takes `dataloader_iter`, and so itself decides how many batches it reads.
+
+    Private: the kind of what keeps the iterator, by which Lightning goes.
+    """
+    return isinstance(trainer.fit_loop._data_fetcher, DataLoaderIterDataFetcher)  # noqa: SLF001
+
+
+def change_counters(trainer: Trainer, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let a Trainer go on from changed counters as from those of a checkpoint, before it trains.
+
+    Args:
+        trainer: Between two trainings.
+        change: Gets what a checkpoint would hold as `["loops"]["fit_loop"]`.
+    """
+    state = trainer.fit_loop.state_dict()
+    change(state)
+    trainer.fit_loop.load_state_dict(state)
 
 
 def end_restart(trainer: Trainer) -> None:
@@ -201,11 +255,3 @@ def end_restart(trainer: Trainer) -> None:
     loop = trainer.fit_loop
     for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         each.on_iteration_done()
-
-
-def num_stepped(trainer: Trainer) -> int:
-    """Return how many batches have ended in an optimizer's step, as loggers count steps, within a batch without it.
-
-    Private: the public count of steps counts each optimizer.
-    """
-    return trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001

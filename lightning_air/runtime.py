@@ -230,16 +230,24 @@ def detect_gpu_visibility(environ: Mapping[str, str] | None = None) -> GpuVisibi
     )
 
 
-def detect_seed(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return the seed that `seed_everything` has set, which it keeps where other processes see it; None for none.
+def global_seed(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return what `seed_everything` was given, which it leaves in PL_GLOBAL_SEED; None if nothing.
 
     Args:
         environ: The environment; None is `os.environ`.
 
     Raises:
-        ValueError: It is no seed.
+        ValueError: If the variable holds no whole number.
     """
-    return _Environment(os.environ if environ is None else environ).number("PL_GLOBAL_SEED", maximum=2**32 - 1)
+    text = _Environment(os.environ if environ is None else environ).text("PL_GLOBAL_SEED")
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"PL_GLOBAL_SEED must be a whole number, got {text!r}. Call `seed_everything`, or unset it."
+        ) from None
 
 
 def staging_area(path: str | Path | None = None) -> StagingArea:

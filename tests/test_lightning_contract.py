@@ -510,6 +510,19 @@ def _data_fetcher() -> None:
     assert _trainer().fit_loop._data_fetcher is None
 
 
+def _loader_iterator_fetcher() -> None:
+    # That a step which takes `dataloader_iter` is fed by one: `tests/data`.
+    from lightning.pytorch.loops import fetchers
+
+    assert issubclass(fetchers._DataLoaderIterDataFetcher, fetchers._DataFetcher)
+
+
+def _worker_iterator() -> None:
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    assert callable(_MultiProcessingDataLoaderIter._shutdown_workers)
+
+
 def _num_stepped() -> None:
     assert _trainer().fit_loop.epoch_loop._batches_that_stepped == 0
 
@@ -559,6 +572,13 @@ PRIVATE = [
     ("_get_store", _tracking_store, "metrics would wait for MLflow's own retries, and Retry-After be hidden"),
     ("_data_source", _data_source, "DataPosition would not see the training loader"),
     ("_data_fetcher", _data_fetcher, "an epoch that goes on, and those after it, would end too early or too late"),
+    ("_MultiProcessingDataLoaderIter", _worker_iterator, "workers of a stream would outlive a run that has failed"),
+    ("_shutdown_workers", _worker_iterator, "workers of a stream would outlive a run that has failed"),
+    (
+        "_DataLoaderIterDataFetcher",
+        _loader_iterator_fetcher,
+        "DataPosition would count the batches of a step that reads them itself",
+    ),
     ("_batches_that_stepped", _num_stepped, "loggers would count steps otherwise after a resume"),
     ("_generate_state_key", _state_key, "two AirCheckpoints would overwrite each other's state"),
 ]

@@ -4,10 +4,11 @@ The order of samples is a function of (seed, epoch, position); the checkpoint ho
 optimizer has stepped. This callback hands Lightning loaders that read from there, and puts Lightning's counters there.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,23 +18,26 @@ from lightning_air._lightning import (
     LightningModule,
     Trainer,
     TrainerFn,
+    batches_that_stepped,
+    change_counters,
     end_restart,
-    num_stepped,
-    rank_zero_info,
+    hands_out_its_iterator,
     rank_zero_warn,
     refuse_other_package,
-    set_num_batches,
     unwrap_train_dataloaders,
     wrap_train_dataloaders,
 )
-from lightning_air.data.loader import CountedBatches, Waiting, positioned, resumable_sampler_of, shuffles
-from lightning_air.data.loops import Counts, rewind, set_batches_before, stand
+from lightning_air.data.entry import Feed
+from lightning_air.data.loader import Refused, Waiting
+from lightning_air.data.loops import Counts, rewind, stand
+from lightning_air.data.map_feed import MapFeed, MapOptions
 from lightning_air.data.permutation import whole_number
 from lightning_air.data.record import DataChangedError, PositionRecord, checked_tail
-from lightning_air.data.samplers import ResumableSampler
 from lightning_air.data.speed import DataSpeed
-from lightning_air.data.splitting import Split, Tail
-from lightning_air.runtime import detect_seed
+from lightning_air.data.splitting import Tail
+from lightning_air.data.stream_feed import Iterable, StreamFeed, is_stream
+from lightning_air.data.stream_record import StreamRecord
+from lightning_air.runtime import global_seed
 
 OnInexact = Literal["refuse", "warn"]
 
@@ -51,13 +55,14 @@ class DataPosition(Callback):
     `False`, and no loader has to be made again from arguments that Lightning may not know. It shuffles if the user's
     loader does. `drop_last` plays no part: `tail` says what becomes of the samples that make no whole global batch
     (ranks x batch size x accumulation). An epoch that goes on with others ends where it would have ended; its last step
-    may be smaller then. Where ranks have not the same number of samples in a step, their losses are weighted so that
-    every sample counts the same (losses must be means over the batch); a rank that has none runs one of another's, with
-    weight 0.
+    may be smaller then. In such a step losses are weighted so that every sample counts the same, whatever the ranks and
+    accumulation (losses must be means over the batch); a rank that has no sample runs one of another's, with weight 0.
+
+    Where `max_steps` or a stop has ended a `fit()` within an epoch, the next one of the same Trainer goes on there.
 
     Every `log_every_n_steps` the loggers, and `callback_metrics`, get `data/epoch`, `data/position` (samples of the
     epoch trained on), `data/samples_per_second` (all ranks), and `data/wait_seconds` (what an optimizer step waited for
-    data, on average, on rank 0).
+    data, on average, on rank 0); with `tail="pad"` also `data/padded_samples` (repeats in the epoch).
 
     Args:
         seed: Of the order. Default: that of the checkpoint, or that of `seed_everything`, or 0.
@@ -81,12 +86,16 @@ class DataPosition(Callback):
         shuffle: bool = True,
         tail: Tail = "drop",
         on_inexact: OnInexact = "refuse",
+        iterable: Iterable = "stateful",
         fingerprint: str = "",
     ) -> None:
         if seed is not None:
             seed = whole_number("seed", seed, 0, 2**64 - 1)
         if on_inexact not in get_args(OnInexact):
             raise ValueError(f"on_inexact must be 'refuse' or 'warn', got {on_inexact!r}.")
+        if iterable not in get_args(Iterable):
+            names = ", ".join(map(repr, get_args(Iterable)))
+            raise ValueError(f"iterable must be one of {names}, got {iterable!r}.")
         if not isinstance(shuffle, bool):
             raise TypeError(f"shuffle must be True or False, got {shuffle!r}.")
         if not isinstance(fingerprint, str):
@@ -95,14 +104,17 @@ class DataPosition(Callback):
         self._shuffle = shuffle
         self._tail = checked_tail(tail)
         self._on_inexact = on_inexact
+        self._iterable: Iterable = iterable
         self._fingerprint = fingerprint
         self._trainer: Trainer | None = None  # while fitting
-        self._batches: CountedBatches | None = None
+        self._last_trainer: Trainer | None = None
+        self._feed: Feed | None = None
+        self._refusal: Exception | None = None
         self._waiting = Waiting()
-        self._loaded: tuple[PositionRecord, Counts] | None = None  # from a checkpoint, until training begins
-        self._committed: Counts | None = None  # as of the sampler's position
+        self._loaded: tuple[Any, Counts] | None = None  # to go on from, until training begins
+        self._is_loaded_from_memory = False
+        self._committed: Counts | None = None  # as of the feed's position
         self._committed_step = 0
-        self._takes_seed = False
         self._shows_epoch = False
         self._num_inexact = 0
         self._speed = DataSpeed()
@@ -130,52 +142,92 @@ class DataPosition(Callback):
                 f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}. Remove it.",  # type: ignore[attr-defined]
                 None,
             )
-        self._trainer = trainer
-        self._batches = self._loaded = self._committed = None
+        self._loaded = self._unfinished(trainer)
+        self._is_loaded_from_memory = self._loaded is not None
+        self._trainer = self._last_trainer = trainer
+        self._feed = self._committed = None
         wrap_train_dataloaders(trainer, self._positioned)
 
+    def _unfinished(self, trainer: Trainer) -> tuple[Any, Counts] | None:
+        """Return where the Trainer's last training has ended within an epoch, and have it go on there.
+
+        Lightning counts an epoch that `max_steps`, or a stop, has ended for a whole one.
+        """
+        ended = self._stand()
+        is_its_end = trainer is self._last_trainer and trainer.global_step == self._committed_step
+        if ended is None or not is_its_end or not ended[0].is_mid_epoch:
+            return None
+        record, counts = ended
+        change_counters(trainer, lambda loops: rewind(loops, record.epoch, counts, is_mid_epoch=True))
+        return ended if ended is self._loaded or self._feed is None else (self._feed.saved(), counts)
+
     def _positioned(self, loaders: Any) -> Any:
-        """Return what the user gave to train on, with our sampler in it.
+        """Return what the user gave to train on, with its position known; where it cannot be, training is refused.
+
+        Collective: every rank calls this.
+        """
+        # Raised when training begins: around this call Lightning patches torch's loaders, and does not undo that if it
+        # raises. What it does with a loader next depends on the loader, so until then all ranks have the same.
+        self._refusal, positioned = None, None
+        try:
+            positioned = self._with_position(loaders)
+        except (TypeError, ValueError) as refusal:
+            self._refusal = refusal
+        self._agree_on_refusal()
+        return positioned if self._refusal is None else Refused()
+
+    def _agree_on_refusal(self) -> None:
+        trainer = self._trainer
+        assert trainer is not None
+        if trainer.world_size == 1:
+            return
+        kind = "" if self._feed is None or self._refusal is not None else self._feed.kind
+        told: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(told, (self._refusal and str(self._refusal), kind))
+        for rank, (reason, _) in enumerate(told):
+            if reason is not None:
+                self._refusal = self._refusal or ValueError(f"On rank {rank}: {reason}")
+                return
+        kinds = [kind for _, kind in told]
+        if len(set(kinds)) > 1:
+            self._refusal = ValueError(
+                f"The ranks have not the same kind of data: {'; '.join(kinds)}. Give every rank the same dataset."
+            )
+
+    def _with_position(self, loaders: Any) -> Any:
+        """Return what the user gave to train on, with its position known.
 
         Raises:
-            ValueError: If its position cannot be known.
+            TypeError, ValueError: If it cannot be known.
         """
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
         if len(combined.flattened) != 1:
+            kinds = ", ".join(type(getattr(each, "dataset", each)).__qualname__ for each in combined.flattened)
             raise ValueError(
-                f"DataPosition needs one training loader, got {len(combined.flattened)}. Combine their datasets into "
-                "one, or leave DataPosition out."
+                f"DataPosition needs one training loader, got {len(combined.flattened)} (of {kinds}). Combine their "
+                "datasets into one, or leave DataPosition out."
             )
         (loader,) = combined.flattened
-        self._batches = CountedBatches(self._sampler_for(loader, does_shuffle=shuffles(loader) and self._shuffle))
+        self._feed = self._feed_of(loader)
+        if self._loaded is not None:
+            self._feed.adopt(self._loaded[0])
         own = CombinedLoader(combined.iterables, "max_size_cycle")
-        own.flattened = [positioned(loader, self._batches, self._waiting)]
-        return own.flattened[0] if loaders is loader else own
+        own.flattened = [self._feed.loader]
+        return self._feed.loader if loaders is loader else own
 
-    def _sampler_for(self, loader: Any, *, does_shuffle: bool) -> ResumableSampler:
-        trainer = self._trainer
-        assert trainer is not None
-        users = resumable_sampler_of(loader)
-        self._takes_seed = users is None and self._seed is None
-        size = users.batch_size if users is not None and loader.batch_size is None else loader.batch_size
-        made = ResumableSampler(
-            loader.dataset,
-            batch_size=size or loader.batch_sampler.batch_size,
-            accumulate=trainer.accumulate_grad_batches,
-            seed=users.seed if users is not None else self._initial_seed(),
-            shuffle=does_shuffle,
-            tail=users.tail if users is not None else self._tail,
-            fingerprint=self._fingerprint or (users.fingerprint if users is not None else ""),
-            **(trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}),
+    def _feed_of(self, loader: Any) -> Feed:
+        assert self._trainer is not None
+        if is_stream(loader):
+            return StreamFeed(loader, self._trainer, self._iterable, self._fingerprint, self._waiting)
+        adopted = self._feed.record if isinstance(self._feed, MapFeed) else None
+        options = MapOptions(
+            seed=self._seed,
+            default_seed=adopted.seed if adopted is not None else global_seed() or 0,  # when it is made anew
+            shuffle=self._shuffle,
+            tail=self._tail,
+            fingerprint=self._fingerprint,
         )
-        if users is not None and users.n != made.n:
-            raise ValueError(
-                f"The loader's sampler is of {users.n} samples, and its dataset has {made.n}. Make them one."
-            )
-        return made
-
-    def _initial_seed(self) -> int:
-        return (detect_seed() or 0) if self._seed is None else self._seed
+        return MapFeed(loader, self._trainer, options, self._waiting)
 
     # ---- resuming ----------------------------------------------------------------------------------------------------
 
@@ -191,11 +243,13 @@ class DataPosition(Callback):
             return
         loops = checkpoint["loops"]["fit_loop"]
         state = checkpoint.get("callbacks", {}).get(self.state_key)
+        self._is_loaded_from_memory = False
         if state is not None:
-            record = PositionRecord.from_state_dict(state.get("record")).begun()
+            kind = StreamRecord if "stream" in state else PositionRecord
+            record = kind.from_state_dict(state.get("stream" if kind is StreamRecord else "record")).begun()
             counts = Counts(**state["counts"])
             self._loaded = record, counts
-            rewind(loops, record.epoch, counts, is_mid_epoch=record.position > 0)
+            rewind(loops, record.epoch, counts, is_mid_epoch=self._goes_on_in(record))
             return
         self._loaded = None
         before = stand(loops)
@@ -207,6 +261,11 @@ class DataPosition(Callback):
             )
         rewind(loops, before.epoch, before.counts, is_mid_epoch=False)
 
+    def _goes_on_in(self, record: Any) -> bool:
+        """Say whether training goes on in the middle of an epoch."""
+        restarts = isinstance(record, StreamRecord) and self._iterable == "restart_epoch"
+        return record.position > 0 and not restarts
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go to the position. Collective: every rank calls this.
@@ -214,58 +273,53 @@ class DataPosition(Callback):
         Raises:
             DataChangedError: If what is read now is not what the position is in.
             RuntimeError: If the ranks have not the same data.
+            TypeError, ValueError: If the position in the loader cannot be known.
         """
-        batches = self._batches
-        assert batches is not None  # made by the loader that Lightning has just set up
-        sampler = batches.sampler
-        if self._loaded is not None and self._takes_seed:
-            sampler.seed = self._loaded[0].seed
-        self._check_ranks(trainer, (asdict(sampler.record), sampler.batch_size, self._loaded), "data")
+        if self._refusal is not None:
+            raise self._refusal
+        feed = self._feed
+        assert feed is not None  # made for the loader that Lightning has just set up
+        if hands_out_its_iterator(trainer):
+            raise ValueError(
+                "DataPosition must know which batches a step has used, and training_step(dataloader_iter) reads them "
+                "itself. Take `batch` instead, or leave DataPosition out."
+            )
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            feed.adopt(loaded[0])
+        self._check_ranks(trainer, (feed.identity, loaded and (loaded[0].shared(), loaded[1])), "data")
         self._committed_step = trainer.global_step
         self._num_inexact = 0
         self._speed.start()
         self._waiting.take()
-        loaded, self._loaded = self._loaded, None
-        if loaded is None or not loaded[0].position:
+        if loaded is None or not (self._goes_on_in(loaded[0]) or self._is_loaded_from_memory):
             if trainer.ckpt_path is not None:
                 end_restart(trainer)
             if loaded is not None:
-                self._check(loaded[0], sampler)
+                self._enter(loaded[0])
             return  # on_train_epoch_start follows
-        record = self._check(loaded[0], sampler)
-        self._go_on(trainer, batches, record, loaded[1])
-
-    def _check(self, record: PositionRecord, sampler: ResumableSampler) -> PositionRecord:
-        """Return the record as it stands in today's data, which is itself where these are the same."""
-        differences = record.differences(sampler.record)
-        if not differences:
-            return record
-        self._num_inexact = record.position
-        bound = f"Up to {record.position} samples of epoch {record.epoch} are repeated, and as many skipped."
-        self._inexact(" ".join(differences), bound)
-        length = sampler.whole_epoch().end
-        position = min(record.position, max(length - sampler.global_batch, 0))  # Lightning counts on one step at least
-        return replace(sampler.record, epoch=record.epoch, position=position, epoch_length=length)
-
-    def _go_on(self, trainer: Trainer, batches: CountedBatches, record: PositionRecord, counts: Counts) -> None:
-        """Begin in the middle of an epoch."""
-        sampler = batches.sampler
-        split = record.rest(sampler.num_replicas, sampler.batch_size, sampler.accumulate)
-        # As many batches are said to have been as a whole epoch of today has more than are to come, in whole windows
-        # of accumulation: so that the epoch has its usual length, and its windows begin where the position is.
-        whole = int(trainer.fit_loop.max_batches)
-        steps_to_come = -(-split.num_batches // sampler.accumulate)
-        num_before = max(0, -(-whole // sampler.accumulate) - steps_to_come) * sampler.accumulate
-        sampler.begin(record.epoch, split)
-        batches.num_before = num_before
-        set_num_batches(trainer, num_before + split.num_batches)
-        set_batches_before(trainer.fit_loop.epoch_loop.batch_progress, num_before)
-        self._committed = counts
+        feed.go_on(trainer, self._enter(loaded[0]))
+        self._committed = loaded[1]
         self._shows_epoch = True
-        rank_zero_info(
-            f"Epoch {record.epoch} goes on behind {record.position} of {split.end} samples: {split.num_batches} "
-            f"batches of {sampler.num_replicas} x {sampler.batch_size} are to come."
-        )
+
+    def _enter(self, record: Any) -> Any:
+        """Return where to go on, or raise where that is not exact and the user has not asked for it."""
+        assert self._feed is not None
+        entry = self._feed.entry(record)
+        if not entry.problem:
+            return entry.record
+        if self._is_loaded_from_memory:
+            rank_zero_warn(
+                f"The data are others than in the training before, which has ended within epoch {record.epoch}: the "
+                "epoch is begun anew with them."
+            )
+            return entry.record.at_start(record.epoch)
+        self._num_inexact = entry.num_inexact
+        if entry.is_chosen:
+            rank_zero_warn(f"{entry.problem} {entry.bound}")
+        else:
+            self._inexact(entry.problem, entry.bound)
+        return entry.record
 
     def _inexact(self, reason: str, bound: str | None) -> None:
         if self._on_inexact == "refuse":
@@ -276,21 +330,14 @@ class DataPosition(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        batches = self._batches
-        assert batches is not None
-        sampler = batches.sampler
-        sampler.accumulate = trainer.accumulate_grad_batches
-        split = sampler.whole_epoch()
-        num_batches = _limited(split.num_batches, trainer.limit_train_batches)
-        end = split.position_after(num_batches)
-        sampler.begin(trainer.current_epoch, Split(0, end, split.num_replicas, split.batch_size))
-        batches.num_before = 0
-        if num_batches != trainer.fit_loop.max_batches:
-            set_num_batches(trainer, num_batches)
+        assert self._feed is not None
+        self._feed.begin_epoch(trainer)
         self._committed = self._counts(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert self._feed is not None
+        self._feed.begin_batch(trainer.fit_loop.batch_idx)
         if self._shows_epoch:
             self._shows_epoch = False
             bar = trainer.progress_bar_callback
@@ -299,10 +346,9 @@ class DataPosition(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Let every sample count the same where ranks have not as many as each other."""
-        batches = self._batches
-        assert batches is not None
-        weight = batches.sampler.loss_weight(trainer.fit_loop.batch_idx - batches.num_before)
+        """Let every sample of a step count the same where its batches are not whole."""
+        assert self._feed is not None
+        weight = self._feed.loss_weight(trainer.fit_loop.batch_idx)
         if weight != 1 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
@@ -311,7 +357,7 @@ class DataPosition(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._commit(trainer)
-        step = num_stepped(trainer)
+        step = batches_that_stepped(trainer)
         assert self._committed is not None
         has_stepped = trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._committed.num_batches
         if has_stepped and (step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined] # set by a connector
@@ -319,35 +365,27 @@ class DataPosition(Callback):
 
     def _commit(self, trainer: Trainer) -> None:
         """Move the position behind the current batch if the optimizer has stepped with it."""
-        if trainer.global_step == self._committed_step or self._batches is None:
+        if trainer.global_step == self._committed_step or self._feed is None:
             return
         self._committed_step = trainer.global_step
-        sampler = self._batches.sampler
-        before = sampler.position
-        sampler.commit(trainer.fit_loop.batch_idx + 1 - self._batches.num_before - sampler.num_committed)
-        self._speed.count(sampler.position - before)
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        self._speed.count(self._feed.commit(trainer.fit_loop.batch_idx + 1, is_last=is_last))
         self._committed = self._counts(trainer, has_stepped=True)
 
     def _counts(self, trainer: Trainer, *, has_stepped: bool = False) -> Counts:
-        return Counts(trainer.fit_loop.epoch_loop.batch_progress.total.ready, num_stepped(trainer) + has_stepped)
+        num_batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        return Counts(num_batches, batches_that_stepped(trainer) + has_stepped)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take an epoch that the user has cut short, by -1 from `on_train_batch_start`, for a whole one."""
-        batches = self._batches
-        assert batches is not None
-        left = batches.sampler.split.num_batches - batches.sampler.num_committed
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and left:
-            batches.sampler.commit(left)
+        assert self._feed is not None
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and self._feed.finish_epoch():
             self._committed = self._counts(trainer)
 
     def _log(self, trainer: Trainer, step: int) -> None:
-        assert self._batches is not None
-        metrics = {
-            "data/epoch": float(self._batches.sampler.epoch),
-            "data/position": float(self._batches.sampler.position),
-            **self._speed.take(self._waiting.take()),
-        }
+        assert self._feed is not None
+        metrics = {**self._feed.metrics(), **self._speed.take(self._waiting.take())}
         if self._num_inexact:
             metrics["data/inexact_samples"] = float(self._num_inexact)
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
@@ -361,13 +399,16 @@ class DataPosition(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._trainer is not None and self._committed is not None:
             self._commit(self._trainer)  # saved in a hook between the optimizer's step and the batch's end
+        stand_now = self._stand()
+        return {} if stand_now is None else _as_state(*stand_now)
+
+    def _stand(self) -> tuple[Any, Counts] | None:
+        """Return where training would go on; None where it has not been anywhere."""
         if self._loaded is not None:  # training has not begun
-            record, counts = self._loaded
-        elif self._batches is not None and self._committed is not None:
-            record, counts = self._batches.sampler.record, self._committed
-        else:
-            return {}
-        return {"record": record.state_dict(), "counts": asdict(counts)}
+            return self._loaded
+        if self._feed is None or self._committed is None:
+            return None
+        return self._feed.record, self._committed
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -378,8 +419,12 @@ class DataPosition(Callback):
         """
         # Ours is in the callback's state, and stock Lightning would refuse a loader's state without such a loader.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        stand_now = self._stand()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._check_ranks(trainer, self.state_dict(), "position in the data")
+            shared = stand_now and (stand_now[0].shared(), stand_now[1])
+            self._check_ranks(trainer, shared, "position in the data")
+        if stand_now is not None and stand_now is not self._loaded and isinstance(self._feed, StreamFeed):
+            checkpoint["callbacks"][self.state_key] = _as_state(self._feed.saved(), stand_now[1])
 
     def _check_ranks(self, trainer: Trainer, own: Any, what: str) -> None:
         if trainer.world_size == 1:
@@ -395,18 +440,20 @@ class DataPosition(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._let_go(trainer)
+        self._stop_reading(trainer)
+        self._trainer = None
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # What is committed stays: a checkpoint may be written after this.
+        self._stop_reading(trainer)
+
+    def _stop_reading(self, trainer: Trainer) -> None:
         unwrap_train_dataloaders(trainer)
-
-    def _let_go(self, trainer: Trainer) -> None:
-        unwrap_train_dataloaders(trainer)
-        self._trainer = None
+        if self._feed is not None:
+            self._feed.close()
 
 
-def _limited(num_batches: int, limit: float) -> int:
-    """Return how many batches `limit_train_batches` leaves of an epoch."""
-    return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+def _as_state(record: Any, counts: Counts) -> dict[str, Any]:
+    name = "stream" if isinstance(record, StreamRecord) else "record"
+    return {name: record.state_dict(), "counts": asdict(counts)}

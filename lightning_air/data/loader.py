@@ -48,6 +48,17 @@ class Waiting:
         return seconds
 
 
+class Refused:
+    """Stands for a loader until training begins, which is then refused; long enough for all that Lightning checks."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        """Return a length."""
+        return 2**31
+
+
 class _LateIterator(Iterator[Any]):
     """An iterator that is made when its first item is asked for."""
 

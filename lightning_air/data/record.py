@@ -95,6 +95,14 @@ class PositionRecord:
             return self
         return replace(self, epoch=self.epoch + 1, position=0)
 
+    def at_start(self, epoch: int) -> Self:
+        """Return the start of an epoch."""
+        return replace(self, epoch=epoch, position=0)
+
+    def shared(self) -> Self:
+        """Return what all ranks must have in common, which is all."""
+        return self
+
     def rest(self, num_replicas: int, batch_size: int, accumulate: int) -> Split:
         """Return how the rest of the epoch is dealt out to these ranks.
 

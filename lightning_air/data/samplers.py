@@ -197,12 +197,19 @@ class ResumableSampler(DistributedSampler[int]):
         return self._order(asked)
 
     def loss_weight(self, batch: int) -> float:
-        """Return by what to multiply the mean loss of a batch, so that the mean over ranks weighs every sample alike.
+        """Return by what to multiply the mean loss of a batch, so that every sample of a step counts the same.
+
+        The step's gradient must be the mean over ranks of the sum over `accumulate` batches, divided by `accumulate`.
 
         Args:
             batch: Counted from where the epoch was begun, or resumed.
         """
-        return self.split.loss_weight(self.rank, batch)
+        return self.split.loss_weight(self.rank, batch, self.accumulate)
+
+    @property
+    def num_padded(self) -> int:
+        """How many of the epoch's samples are had twice, to fill up its last global batch."""
+        return max(0, self.split.end - self.n)
 
     def batches(self) -> Iterator[list[int]]:
         """Give the rank's batches from where it stands; its position does not move by that."""

@@ -60,11 +60,13 @@ class Split:
         offset = self.start + rank
         return np.arange(offset + first * self.num_replicas, offset + last * self.num_replicas, self.num_replicas)
 
-    def loss_weight(self, rank: int, batch: int) -> float:
-        """Return by what a rank's mean loss counts in the mean over ranks, so that every sample counts the same.
+    def loss_weight(self, rank: int, batch: int, accumulate: int = 1) -> float:
+        """Return by what a rank's mean loss counts, so that every sample of the optimizer's step counts the same.
 
-        1 in all micro-steps but the last one; there 0 for a rank that has no position.
+        The step's gradient is the mean over ranks, and over `accumulate` batches even where the last step has fewer.
+        1 in all whole steps; 0 for a rank that has no position.
         """
-        whole = self.position_after(batch + 1) - self.position_after(batch)
+        first = batch - batch % accumulate
+        whole = self.position_after(first + accumulate) - self.position_after(first)
         own = min(self.batch_size, self.num_positions(rank) - batch * self.batch_size)
-        return max(0, own) * self.num_replicas / whole
+        return max(0, own) * self.num_replicas * accumulate / whole

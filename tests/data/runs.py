@@ -1,6 +1,7 @@
 """Runs on several real ranks, each attempt in processes of its own, that write down what each rank was given."""
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 from lightning_air import AirCheckpoint, AirStrategy, AsyncUCCheckpointIO, DataPosition
+from tests.data.streams import SAMPLES_PER_SHARD, Plain, Stateful, shards
 from tests.data.training import loader
 from tests.kit.points import reach
 from tests.kit.trainers import fast_trainer_kwargs
@@ -71,6 +74,8 @@ def run(
     tail: Any = "drop",
     num_ranks: int = 1,
     model: type[Model] = Model,
+    stream: str = "",
+    limit: int | None = None,
 ) -> dict[str, Any]:
     """One attempt of a job, in each of its ranks: resumes from the newest checkpoint in the folder, if there is one."""
     checkpoint: Callback
@@ -91,6 +96,7 @@ def run(
             callbacks=[DataPosition(seed=3, tail=tail), checkpoint],
             accumulate_grad_batches=accumulate,
             use_distributed_sampler=use_distributed_sampler,
+            limit_train_batches=limit,
             **options,
         )
     )
@@ -100,13 +106,21 @@ def run(
         warnings.filterwarnings("ignore", ".*there is no last checkpoint available")
         warnings.filterwarnings("ignore", "The dirpath has changed from")
         warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-        trainer.fit(
-            module, loader(n, batch_size, num_workers=num_workers), ckpt_path="last" if is_ours else newest(folder)
-        )
+        data = loader(n, batch_size, num_workers=num_workers)
+        if stream:
+            data = DataLoader(dataset_of(stream, n), batch_size=batch_size, num_workers=num_workers)
+        trainer.fit(module, data, ckpt_path="last" if is_ours else newest(folder))
     told = {"steps": trainer.global_step, "weights": full_weights(module)["net.weight"].flatten().tolist()}
     if dist.is_initialized():
         dist.barrier()
     return told
+
+
+def dataset_of(stream: str, n: int) -> Any:
+    """Return an iterable dataset, of which each rank reads a part."""
+    if stream == "shards":
+        return shards(n // SAMPLES_PER_SHARD)
+    return {"stateful": Stateful, "plain": Plain}[stream](n, (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
 
 
 def steps_of(folder: str | Path, num_attempts: int) -> dict[int, tuple[int, list[int]]]:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
@@ -114,6 +115,59 @@ def test_a_second_fit_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
     module, position = Learner(), DataPosition()
     trainer = fit(module, loader(), position)
     trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(), loader(shuffle=False))
+    assert all_samples(module) == order(0) + order(1)
+
+
+class StopAfter(Callback):
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.num_batches:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("ended_by", ["max_steps", "a stop", "an exception"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_second_fit_goes_on_where_the_first_was_ended(ended_by: str, accumulate: int) -> None:
+    module, options = Learner(), {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    num_batches = 13 * accumulate
+    ends: dict[str, Any] = {
+        "max_steps": ([], {"max_steps": 13}),
+        "a stop": ([StopAfter(num_batches)], {}),
+        "an exception": ([DieAfter(num_batches)], {}),
+    }
+    callbacks, limits = ends[ended_by]
+    data = loader(batch_size=4 // accumulate)
+    trainer = fit(module, data, DataPosition(), *callbacks, **options, **limits)
+    assert trainer.global_step == 13
+    assert all_samples(module) == order(0) + order(1)[:12]
+    trainer.fit_loop.epoch_loop.max_steps = -1
+    trainer.should_stop = False
+    trainer.fit(module, data, loader(shuffle=False))
+    assert all_samples(module) == order(0) + order(1) + order(2)
+    assert trainer.global_step == 30
+    assert trainer.current_epoch == 3
+
+
+def test_a_second_fit_on_other_data_begins_its_epoch_with_them() -> None:
+    module = Learner(60)
+    trainer = fit(module, loader(), DataPosition(), max_epochs=2, max_steps=7)
+    trainer.fit_loop.epoch_loop.max_steps = -1
+    with pytest.warns(UserWarning, match="others than in the training before, which has ended within epoch 0"):
+        trainer.fit(module, loader(60), loader(shuffle=False))
+    assert all_samples(module) == order(0)[:28] + order(0, 60) + order(1, 60)
+
+
+def test_a_search_for_a_learning_rate_leaves_the_position_at_the_start() -> None:
+    module = Learner()
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "callbacks": [DataPosition()], "max_epochs": 2}
+    trainer = Trainer(**fast_trainer_kwargs(Path.cwd(), **options))
+    module.lr = 0.1  # type: ignore[assignment] # what the search looks for
+    Tuner(trainer).lr_find(module, loader(), loader(shuffle=False), num_training=7, update_attr=False)
+    assert len(module.batches) >= 7
+    module.batches.clear()
     trainer.fit(module, loader(), loader(shuffle=False))
     assert all_samples(module) == order(0) + order(1)
 
@@ -326,6 +380,22 @@ def test_metrics_go_to_the_loggers_as_often_as_others() -> None:
     assert trainer.callback_metrics["data/position"] == 40
 
 
+def test_repeats_for_padding_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    logged, saves = Logged(), SaveAt("on_train_batch_end")
+    options = {"logger": logged, "log_every_n_steps": 1, "max_epochs": 1}
+    with caplog.at_level("INFO"):
+        fit(Learner(42), loader(42), DataPosition(tail="pad"), saves, accumulate_grad_batches=2, **options)
+    assert {metrics["data/padded_samples"] for _, metrics in logged.metrics} == {6}
+    told = "Epoch 0 is padded: 6 of its 48 samples are repeated, so that its 42 samples make whole global batches of 8"
+    assert told in caplog.text
+    logged.metrics.clear()
+    fit(Learner(42), loader(42), DataPosition(tail="pad"), ckpt_path=saves.paths[1], **options)  # behind 8 of them
+    assert {metrics["data/padded_samples"] for _, metrics in logged.metrics} == {2}  # 34 are nine times 4
+    logged.metrics.clear()
+    fit(Learner(42), loader(42), DataPosition(), **options)
+    assert "data/padded_samples" not in logged.metrics[0][1]
+
+
 # ---- the record in the checkpoint ------------------------------------------------------------------------------------
 
 
@@ -374,10 +444,11 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (lambda: DataLoader(Endless(), batch_size=4), {}, r"__len__ and __getitem__, got .*Endless\. Give it a length"),
+        (lambda: DataLoader(Endless(), batch_size=4), {}, r"cannot resume .*\.Endless: a stream needs"),
         (lambda: DataLoader(Unsized(), batch_size=4, sampler=range(9)), {}, r"__len__ and __getitem__, got .*Unsized"),
         (lambda: [torch.zeros(2)] * 3, {}, "one training loader, got 3"),
-        (lambda: [loader(), loader()], {}, "one training loader, got 2. Combine their datasets"),
+        (lambda: [loader(), loader()], {}, r"one training loader, got 2 \(of Numbers, Numbers\). Combine their"),
+        (lambda: CombinedLoader({"a": loader(), "b": [1]}, "min_size"), {}, r"got 2 \(of Numbers, list\)"),
         (lambda: DataLoader(Numbers(), batch_size=None), {}, "got batch_size=None. Pass a batch_size"),
         (lambda: loader(num_workers=1, in_order=False), {}, "got in_order=False. Leave it out"),
         (
@@ -401,6 +472,30 @@ def test_what_cannot_be_resumed_is_refused_before_the_first_step(
     with pytest.raises(ValueError, match=message):
         fit(module, data(), DataPosition(), **options)
     assert module.batches == []
+
+
+class ReadsItself(Learner):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+def test_a_step_that_reads_its_batches_itself_is_refused() -> None:
+    module = ReadsItself()
+    with pytest.raises(ValueError, match=r"training_step\(dataloader_iter\) reads them itself. Take `batch` instead"):
+        fit(module, loader(), DataPosition())
+    assert module.batches == []
+
+
+def test_a_loader_that_is_made_anew_on_request_keeps_the_order() -> None:
+    saves, module = SaveAt("on_train_batch_end"), Learner()
+    fit(Learner(), loader(), DataPosition(seed=5), saves)
+    options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3, "ckpt_path": saves.paths[3]}
+    with pytest.warns(UserWarning, match="got reload_dataloaders_every_n_epochs=1. Remove it"):
+        fit(module, loader(), DataPosition(on_inexact="warn"), **options)
+    assert all_samples(module) == [sample for epoch in range(3) for sample in order(epoch, seed=5)][16:]
 
 
 CHANGES = [
@@ -472,6 +567,13 @@ def test_a_checkpoint_without_a_position_within_an_epoch_is_refused_or_its_epoch
 def test_a_bad_option_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         DataPosition(**options)
+
+
+def test_a_refusal_leaves_torch_s_loaders_as_they_were() -> None:
+    before = DataLoader.__init__, DataLoader.__setattr__
+    with pytest.raises(ValueError, match="one training loader, got 2"):
+        fit(Learner(), [loader(), loader()], DataPosition())
+    assert (DataLoader.__init__, DataLoader.__setattr__) == before
 
 
 def test_a_run_that_dies_leaves_the_trainer_as_it_was() -> None:

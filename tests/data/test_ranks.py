@@ -106,6 +106,16 @@ def test_a_rank_without_a_sample_in_the_last_step_changes_nothing(tmp_path: Path
         assert each["weights"] == pytest.approx(one[0]["weights"], rel=1e-5)
 
 
+def test_a_ragged_last_step_of_several_batches_is_that_of_one_rank_and_one_batch(tmp_path: Path) -> None:
+    """100 samples in steps of 24: the last one has 4, of which with accumulation there is one batch instead of 4."""
+    common = {"n": 100, "tail": "exact", "max_epochs": 1, "strategy": "air ddp"}
+    one = attempts(tmp_path / "one", [(1, {"batch_size": 24, **common}, {})])
+    three = attempts(tmp_path / "three", [(3, {"batch_size": 2, "accumulate": 4, **common}, {})])
+    assert three[0]["steps"] == one[0]["steps"] == 5
+    for each in three:
+        assert each["weights"] == pytest.approx(one[0]["weights"], rel=1e-5)
+
+
 class OneCycle(Model):
     """Asks for the length of the training while its optimizer is made, which sets up the loader early."""
 

@@ -141,20 +141,32 @@ def test_every_sample_is_trained_on_once_in_one_order_whatever_the_job_goes_thro
 
 
 @settings(max_examples=200, deadline=None)
-@given(left=st.integers(1, 60), num_ranks=st.integers(1, 7), batch_size=st.integers(1, 5), start=st.integers(0, 10**12))
-def test_weighted_means_over_ranks_are_the_mean_over_samples(
-    left: int, num_ranks: int, batch_size: int, start: int
+@given(
+    left=st.integers(1, 60),
+    num_ranks=st.integers(1, 7),
+    batch_size=st.integers(1, 5),
+    accumulate=st.integers(1, 4),
+    start=st.integers(0, 10**12),
+)
+def test_weighted_means_over_ranks_and_batches_are_the_mean_over_the_samples_of_a_step(
+    left: int, num_ranks: int, batch_size: int, accumulate: int, start: int
 ) -> None:
     split = Split(start, start + left, num_ranks, batch_size)
     end = start
-    for batch in range(split.num_batches):
-        shares = [split.positions(rank, batch * batch_size, (batch + 1) * batch_size) for rank in range(num_ranks)]
-        weights = [split.loss_weight(rank, batch) for rank in range(num_ranks)]
-        mean = sum(w * float((share - start).mean()) for w, share in zip(weights, shares, strict=True) if len(share))
-        together = sorted(int(p) for share in shares for p in share)
-        assert together == list(range(end, split.position_after(batch + 1)))
-        assert mean / num_ranks == pytest.approx(sum(together) / len(together) - start)
-        assert all(w == 1 for w in weights) or batch == split.num_batches - 1
+    for first in range(0, split.num_batches, accumulate):
+        step = range(first, min(first + accumulate, split.num_batches))
+        gradient, together = 0.0, []
+        for batch in step:
+            for rank in range(num_ranks):
+                share = split.positions(rank, batch * batch_size, (batch + 1) * batch_size)
+                weight = split.loss_weight(rank, batch, accumulate)
+                assert weight == 1 or step[-1] == split.num_batches - 1
+                gradient += weight * float((share - start).mean()) / num_ranks / accumulate if len(share) else 0
+                assert len(share) or weight == 0
+                together += share.tolist()
+        assert sorted(together) == list(range(end, split.position_after(step[-1] + 1)))
+        end = split.position_after(step[-1] + 1)
+        assert gradient == pytest.approx(sum(together) / len(together) - start)
         end = split.position_after(batch + 1)
     assert end == start + left
 
