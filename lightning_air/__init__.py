@@ -16,7 +16,7 @@ from lightning_air.checkpoint import (
     verify_checkpoint,
 )
 from lightning_air.data import DataPosition, ResumableBatchSampler, ResumableSampler, sample_order, sample_rng
-from lightning_air.health import GPUHealth, GPUSample, read_gpus
+from lightning_air.health import GPUHealth, GPUSample, HangRule, Rule, default_rules, read_gpus
 from lightning_air.strategy import AirStrategy
 
 if _typing.TYPE_CHECKING:
@@ -32,12 +32,15 @@ __all__ = [
     "DataPosition",
     "GPUHealth",
     "GPUSample",
+    "HangRule",
     "ResumableBatchSampler",
     "ResumableSampler",
+    "Rule",
     "VolumeReader",
     "VolumeWriter",
     "__version__",
     "consolidate_checkpoint",
+    "default_rules",
     "latest_checkpoint",
     "open_checkpoint",
     "read_gpus",

@@ -48,7 +48,10 @@ _REPLACE = "Leave its machine out, and have the GPU replaced."
 
 
 def default_rules() -> list[Rule]:
-    """Return the rules of the table above, as a list of one's own."""
+    """Return the rules that count when nobody names others: a list of one's own, which may be changed.
+
+    The module's docstring has a table of them, with their numbers and where these come from.
+    """
     return [*_broken(), *_memory(), *_heat_and_power(), *_links(), *_speed()]
 
 
