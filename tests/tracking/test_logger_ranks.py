@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from mlflow import MlflowClient
 
 from lightning_air import AirCheckpoint, AirMLflowLogger
-from lightning_air.tracking import opening, spool
+from lightning_air.tracking import folder_claim, opening
 from tests.checkpoint.runs import fit, make_trainer
 from tests.kit.nodes import Namespace
 from tests.kit.ranks import run_ranks, values
@@ -181,7 +181,7 @@ def test_resumed(store: Store, tmp_path: Path, strategy: str, resume_run: str) -
 def cannot_open(strategy: str, uri: str, kind: str) -> str:
     broken = {
         "no server": mock.patch.object(opening, "PATIENCE_SECONDS", 0.2),
-        "no disk": mock.patch.object(spool, "FolderLock", side_effect=OSError(28, "No space left on device")),
+        "no disk": mock.patch.object(folder_claim, "FolderLock", side_effect=OSError(30, "Read-only file system")),
         "no permission": mock.patch.object(
             MlflowClient, "get_experiment_by_name", side_effect=RuntimeError("not yours")
         ),
@@ -199,7 +199,7 @@ def cannot_open(strategy: str, uri: str, kind: str) -> str:
     ("strategy", "kind", "message"),
     [
         ("air ddp", "no server", "does not answer"),
-        ("stock ddp", "no disk", "No space left on device"),
+        ("stock ddp", "no disk", "Read-only file system"),
         ("air ddp", "no permission", "not yours"),  # which ModelCheckpoint has rank 0 find out alone
     ],
 )
