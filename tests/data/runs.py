@@ -37,8 +37,16 @@ class Model(LightningModule):
         reach(f"batch:{self.trainer.fit_loop.total_batch_idx + 1}")
         with Path(self.log_path).open("a") as file:
             told = {"rank": self.global_rank, "step": self.global_step, "epoch": self.current_epoch}
-            file.write(json.dumps({**told, "batch": batch_idx, "samples": batch.tolist()}) + "\n")
+            file.write(
+                json.dumps({**told, "batch": batch_idx, "samples": batch.tolist() if self.counts else []}) + "\n"
+            )
         return self.net(self.table[batch]).square().mean()
+
+    @property
+    def counts(self) -> bool:
+        """Whether the batch weighs anything: a rank without a sample of its own runs one of another's."""
+        (position,) = (each for each in self.trainer.callbacks if isinstance(each, DataPosition))
+        return position._feed.loss_weight(self.trainer.fit_loop.batch_idx) > 0
 
     def configure_model(self) -> None:
         if type(self.trainer.strategy) is ModelParallelStrategy:
