@@ -15,7 +15,14 @@ from lightning_air.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
-from lightning_air.data import DataPosition, ResumableBatchSampler, ResumableSampler, sample_order, sample_rng
+from lightning_air.data import (
+    DataPosition,
+    ResumableBatchSampler,
+    ResumableSampler,
+    ResumableShards,
+    sample_order,
+    sample_rng,
+)
 from lightning_air.health import GPUHealth, GPUSample, HangRule, Rule, default_rules, read_gpus
 from lightning_air.strategy import AirStrategy
 
@@ -35,6 +42,7 @@ __all__ = [
     "HangRule",
     "ResumableBatchSampler",
     "ResumableSampler",
+    "ResumableShards",
     "Rule",
     "VolumeReader",
     "VolumeWriter",
