@@ -73,9 +73,9 @@ class DataPosition(Callback):
         on_inexact: "refuse": raise before the first step where the promise cannot be kept. "warn": say by how many
             samples at most, also as the metric `data/inexact_samples`, and train.
         iterable: For a loader that can only be gone through. "stateful": it, or its dataset, has `state_dict` and
-            `load_state_dict`, or the cursors of a `ShardedDataset`, which alone move to other ranks and workers; refused
-            otherwise. "skip": on resuming all is read again up to the position. "restart_epoch": the epoch begins
-            again.
+            `load_state_dict`, or the cursors of a `ShardedDataset`, which alone move to other ranks and workers;
+            refused otherwise. "skip": on resuming all is read again up to the position. "restart_epoch": the epoch
+            begins again.
         fingerprint: Text that stands for the dataset's content, such as its version. When it changes, or the length or
             type of the dataset, resuming is inexact.
 
