@@ -79,6 +79,7 @@ class Background:
         self._is_closed = self._is_parents = False
         self._failing_since_seconds: float | None = None
         self._has_recovered = False
+        self._refused: list[Callable[[], Outbox]] = []
         _backgrounds.add(self)
 
     def submit(
@@ -178,6 +179,10 @@ class Background:
             notes = [call.note for call in self._queue if call.note is not None]
         return sum_of(note() for note in notes)
 
+    def refused(self) -> Outbox:
+        """Return what another process needs to make the calls that were refused, should that change."""
+        return sum_of(note() for note in self._refused)
+
     def _is_working(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
@@ -251,6 +256,7 @@ class Background:
                 return True
             if isinstance(trouble, Refused):
                 self._drop(call, kind, str(trouble))
+                self._refused += [] if call.note is None else [call.note]
                 return True
             self._note_failure(call, trouble)
             self._on_trouble()

@@ -180,7 +180,15 @@ def send_left(
 
 def _tell(folder: Path, run_id: str, uri: str, warn: Warn) -> tuple[bool, str | None]:
     """Send what is not metrics; return whether there was something, and why it is still there."""
-    left = read_outbox(folder)
+    try:
+        left = read_outbox(folder)
+    except ValueError as error:
+        aside = (folder / OUTBOX_NAME).rename(folder / f"{OUTBOX_NAME}.damaged")
+        warn(
+            f"outbox {folder}",
+            f"What the run {run_id} is to get beside metrics is not all sent: {error} It is kept as {aside}.",
+        )
+        left = None
     if (folder / RECORD_FOLDER).is_dir():  # the end of it was made only now
         kept = Outbox(has_record=True) if left is None else replace(left.outbox, has_record=True)
         left = Addressed(run_id=run_id, tracking_uri=uri if left is None else left.tracking_uri, outbox=kept)

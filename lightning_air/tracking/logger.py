@@ -288,11 +288,14 @@ class AirMLflowLogger(MLFlowLogger):
         session, self._session = self._session, None
         if session is not None and session.pid == os.getpid():
             self._earlier = session
-            session.close(self._ended, deadline_seconds=self._close_seconds)
-        if self._output is not None:
-            is_sent = self._output.close(max(1.0, until_seconds - time.monotonic()))
-            if not is_sent and session is not None:
-                session.keep_output(self._output)
+        try:
+            if session is not None and session.pid == os.getpid():
+                session.close(self._ended, deadline_seconds=self._close_seconds)
+        finally:  # also after a Ctrl-C
+            if self._output is not None:
+                is_sent = self._output.close(max(1.0, until_seconds - time.monotonic()))
+                if not is_sent and session is not None:
+                    session.keep_output(self._output)
         if session is not None and self._ended == "KILLED":
             end_autolog_run(session.run_id, "KILLED")
         if session is not None and session.is_told:
@@ -441,6 +444,12 @@ class AirMLflowLogger(MLFlowLogger):
             atexit.unregister(self._end_at_exit)
 
     def _end_at_exit(self) -> None:
+        try:
+            self._end_now()
+        except Exception as error:  # noqa: BLE001 - nobody is left to handle it
+            self._warn("exit", f"The run could not be ended as the process ends: {error}")
+
+    def _end_now(self) -> None:
         crash = getattr(sys, "last_value", None)  # what ended the script, after training or before
         if crash is self._old_crash:
             crash = None
@@ -454,7 +463,9 @@ class AirMLflowLogger(MLFlowLogger):
             return
         status = self._ended if crash is None else _status_of(crash)
         if session is not None:
-            session.end(status, deadline_seconds=self._close_seconds)
+            # Where the end of training has waited already, what it left is in the outbox.
+            is_second = session.choice.ends == "when_done"
+            session.end(status, deadline_seconds=min(self._close_seconds, 5.0) if is_second else self._close_seconds)
         elif opened.run.is_new:  # its id was asked for, and nothing more
             end_reserved(
                 self.experiment,

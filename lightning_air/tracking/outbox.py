@@ -123,7 +123,7 @@ def read_outbox(folder: Path) -> Addressed | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{folder / OUTBOX_NAME} cannot be read: {error!r}. Delete it to give it up.") from error
+        raise ValueError(f"{folder / OUTBOX_NAME} cannot be read: {error!r}.") from error
 
 
 def remove_outbox(folder: Path) -> None:

@@ -33,6 +33,8 @@ def send_outbox(folder: Path, addressed: Addressed, client: MlflowClient, *, war
             gone; the rest stays in the outbox.
     """
     run = client.get_run(addressed.run_id)
+    if run.info.lifecycle_stage == "deleted":
+        raise RuntimeError(f"the run is deleted; MlflowClient().restore_run({addressed.run_id!r}) restores it")
     sending = _Sending(folder, addressed, client, warn)
     values = ParamsAndTags(client, addressed.run_id, run.data.params, run.data.tags, warn=warn)
     left = addressed.outbox

@@ -43,11 +43,15 @@ class ParamsAndTags:
 
         Raises:
             MlflowException: The server cannot be asked, or refuses for a reason that is not the parameters'.
+            RuntimeError: The run is deleted.
         """
         plan = plan_params(flat, self._params)
         if not all(self._takes(batch) for batch in param_batches(plan.new)):
             # Somebody else, such as autologging, has logged one with another value, or one is never taken.
-            self._params |= self._client.get_run(self._run_id).data.params
+            run = self._client.get_run(self._run_id)
+            if run.info.lifecycle_stage == "deleted":
+                raise RuntimeError(f"the run is deleted; MlflowClient().restore_run({self._run_id!r}) restores it")
+            self._params |= run.data.params
             plan = plan_params(flat, self._params)
             for batch in param_batches(plan.new):
                 self._send_what_it_takes(list(batch.items()))

@@ -424,6 +424,25 @@ class RunSession:
             self._keep_outbox()
             if self.choice.ends == "when_done":
                 self.end(status, deadline_seconds=max(1.0, deadline - time.monotonic()))
+            if self.background.num_dropped or self._is_refused:
+                self._keep_for_restoring(status)
+            self._say_end(status)
+
+    def _keep_for_restoring(self, status: str) -> None:
+        """If the run was deleted meanwhile, keep what was refused because of that: it may be restored."""
+        if trouble_reaching(self.tracking_uri) is not None:
+            return
+        try:
+            if self._client.get_run(self.run_id).info.lifecycle_stage != "deleted":
+                return
+        except MlflowException:  # as when it is gone for good
+            return
+        ending = ending_now(status) if self._is_refused else self._extra.ending
+        self._extra = self.background.refused().plus(replace(self._extra, ending=ending))
+        self._keep_outbox()
+
+    def _say_end(self, status: str) -> None:
+        """Tell the user what has become of it all."""
         self._say(
             end_text(
                 self._place,

@@ -201,8 +201,11 @@ class Writer(Generic[ThinnerT]):
             until_seconds = time.monotonic() + deadline_seconds
             self._is_sealed = self._source.seal(min(deadline_seconds, _SEAL_SECONDS)) or self._is_sealed
             self._patience.end_in(until_seconds - time.monotonic())
-            if self._is_working() and self._thread is not None:
-                self._thread.join(_bounded(max(0.0, until_seconds - time.monotonic())))
+            if self._is_working():
+                # Not `join`: a Ctrl-C in it leaves a thread that `is_alive` takes for ended, while it still works.
+                with self._state:
+                    left_seconds = _bounded(max(0.0, until_seconds - time.monotonic()))
+                    self._state.wait_for(lambda: not self._is_at_work, left_seconds)
             elif not (self._has_ended or self._has_died):
                 self._work()
             self._ledger.abandon(until_seconds - time.monotonic())
@@ -250,7 +253,7 @@ class Writer(Generic[ThinnerT]):
         with self._state:
             if self._thread is None and not self._patience.is_ending:
                 self._start_thread()
-        return self._thread is not None and self._thread.is_alive()
+            return self._thread is not None and self._is_at_work
 
     def _run(self) -> None:
         try:

@@ -526,7 +526,8 @@ def test_a_sick_gpu_of_one_node_stops_the_ranks_of_all_nodes_after_one_step(tmp_
     told = values(run_ranks(_train_on_two_nodes_until_stopped, 4, nodes=2, args=arguments, timeout_seconds=240))
     assert len({(each["step"], each["reason"]) for each in told}) == 1
     assert told[0]["reason"].startswith("GPU 1 (GPU-1, NVIDIA H100 80GB HBM3) of node 1: temperature_c is 95 °C, above")
-    assert told[0]["events"] == [("temperature_c", 1), ("stopped", 0)]
+    assert told[0]["events"][:2] == [("temperature_c", 1), ("stopped", 0)]
+    assert told[0]["events"][2:] in ([], [("stopped", 1)])  # told by the other node, if it comes in time
     assert [each["events"] for each in told[1:]] == [[], [("stopped", 1)], []]
     assert (tmp_path / f"gpu_health-step={told[0]['step']}.ckpt").exists()
 

@@ -121,7 +121,7 @@ def test_python_starts_two_processes(finished: tuple[Path, str]) -> None:
     assert "arning" not in printed
     [folder] = output.glob("run-*")
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "loss.png"]
-    [checkpoint] = (folder / "checkpoints").iterdir()  # of the last step, which is also the best
+    [checkpoint] = (folder / "checkpoints").glob("*.ckpt")  # of the last step, which is also the best
     assert sorted(path.name for path in checkpoint.iterdir()) == [
         ".metadata",
         "__0_0.distcp",

@@ -5,6 +5,8 @@ import json
 import os
 import random
 import shutil
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,6 +20,7 @@ from lightning_air.tracking import tails as tails_module
 from lightning_air.tracking import tracker as tracker_module
 from lightning_air.tracking.attempts import latest_moments
 from lightning_air.tracking.charging import BEFORE
+from lightning_air.tracking.delivery import Delivery
 from lightning_air.tracking.folder_lock import SpoolInUseError
 from lightning_air.tracking.leftovers import send_left
 from lightning_air.tracking.points import Point
@@ -26,6 +29,7 @@ from lightning_air.tracking.spool import Spool
 from lightning_air.tracking.spool_folder import RUN_NAME
 from lightning_air.tracking.tails import Tail
 from lightning_air.tracking.tracker import Tracker
+from lightning_air.tracking.writer import THREAD_NAME
 from tests.kit.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.kit.mlflow_server import MlflowServer, mlflow_server
 from tests.kit.ranks import run_ranks
@@ -744,3 +748,25 @@ def test_what_can_be_known_of_it(server: MlflowServer, run_id: str, tmp_path: Pa
     assert tracker.close(DEADLINE_SECONDS)
     assert "'c$' as 'c_-" in warnings.text
     assert tracker._thinner.snapshot()["thinner"]["steps"]["strides"]["horizon"] == 1_000
+
+
+def test_after_a_ctrl_c_in_close_there_is_still_one_writer(
+    server: MlflowServer, proxy: FaultyProxy, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working: set[str] = set()
+    turn = Delivery.turn
+
+    def noted(self: Delivery[Any], **options: bool) -> bool:
+        working.add(threading.current_thread().name)
+        return turn(self, **options)
+
+    monkeypatch.setattr(Delivery, "turn", noted)
+    proxy.set(Fault("log-batch", seconds=2))
+    tracker = open_tracker(proxy.url, run_id, tmp_path / "spool")
+    log(tracker, range(3))
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        tracker.close(DEADLINE_SECONDS)
+    assert tracker.close(DEADLINE_SECONDS)
+    assert working == {THREAD_NAME}
+    assert [point.step for point in server.points_of(run_id)] == [0, 1, 2]
