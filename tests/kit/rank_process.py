@@ -215,6 +215,8 @@ def _process_group(task: RankTask) -> Iterator[None]:
         world_size=task.placement.world_size,
         timeout=timedelta(seconds=task.timeout_seconds),
     )
+    # A rank that has nothing to do would be gone before the slowest has connected to it, and that one fails.
+    dist.barrier()
     try:
         yield
     finally:
